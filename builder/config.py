@@ -1,0 +1,427 @@
+"""Typed configuration of a released DeepSeek-V4 / V4.1 checkpoint.
+
+A released ``config.json`` describes two networks at once: the target (the language model) and the
+DSpark draft, whose keys start with ``dspark_``. V4 keeps all keys at the root; V4.1 nests the
+language-model keys under ``text_config`` and leaves ``quantization_config`` at the root.
+:func:`read_configs` accepts both, returns one :class:`TargetConfig` and one :class:`DraftConfig`,
+and refuses what it can't account for: a key that is neither consumed nor on the allow-list, a
+missing key that would change results, values that contradict each other.
+
+No field has a default that changes results: facts of the checkpoint come from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HC_MULT = 4
+"""Number of residual streams; the kernels and the released models know no other."""
+
+
+class ConfigError(ValueError):
+    """The configuration is incomplete, unknown or contradicts itself or the tensors."""
+
+
+class Variant(str, enum.Enum):
+    """Data flow of the hyper-connections and of the draft's cache."""
+
+    V4 = "v4"
+    V4_1 = "v4.1"
+
+
+class Numerics(str, enum.Enum):
+    """``released``: the released model's arithmetic, quantised activations and weights included.
+    ``dequantized``: weights dequantised once, activations not quantised."""
+
+    RELEASED = "released"
+    DEQUANTIZED = "dequantized"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What target and draft have in common. Names follow the released ``config.json``."""
+
+    variant: Variant
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rms_norm_eps: float
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    sliding_window: int
+    rope_theta: float
+    max_position_embeddings: int
+    weight_block_size: int
+    """Side of the square FP8 weight blocks, and the group of activations that share a scale."""
+
+    @property
+    def kv_quant_width(self) -> int:
+        """Leading channels of a cached row that are quantised: V4 leaves the RoPE part alone."""
+        nope = self.head_dim - self.qk_rope_head_dim
+        return nope if self.variant is Variant.V4 else self.head_dim
+
+    @property
+    def kv_quant_group(self) -> int:
+        """Channels of a cached row that share one scale (spec section 3.5, step 3)."""
+        return 64 if self.variant is Variant.V4 else 32
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Raise :class:`ConfigError` unless every sharded dimension splits over ``tp_size``."""
+        if problems := self._split_problems(tp_size):
+            possible = [n for n in range(1, self.o_groups + 1) if not self._split_problems(n)]
+            raise ConfigError(
+                f"tensor parallel size {tp_size} is not possible: {'; '.join(problems)}. "
+                f"Sizes that work for this checkpoint: {possible}"
+            )
+
+    def _split_problems(self, tp_size: int) -> list[str]:
+        if tp_size < 1:
+            return ["it is not positive"]
+        problems = [
+            f"{name} {getattr(self, name)} does not split over it"
+            for name in ("num_attention_heads", "o_groups")
+            if getattr(self, name) % tp_size
+        ]
+        block = self.weight_block_size
+        # A whole dimension may end in a partial block of scales, a cut one may not.
+        blocked = [("moe_intermediate_size", self.moe_intermediate_size)]
+        if tp_size > 1:
+            blocked.append(("num_attention_heads x head_dim", self.num_attention_heads * self.head_dim))
+            blocked.append(("o_groups x o_lora_rank", self.o_groups * self.o_lora_rank))
+        return problems + [
+            f"{name} {size} does not split into whole quantisation blocks of {block}"
+            for name, size in blocked
+            if size % (tp_size * block)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(ModelConfig):
+    """The language model that verifies."""
+
+    num_hidden_layers: int
+    compress_ratios: tuple[int, ...]
+    """One entry a layer; 0 is plain sliding-window attention."""
+    num_hash_layers: int
+    """Leading layers whose experts are chosen by token id (``ffn.gate.tid2eid``)."""
+    feature_layer_ids: tuple[int, ...]
+    """Layers whose mean-over-streams rows feed the draft; V4 captures their output, V4.1 their input."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(ModelConfig):
+    """The DSpark draft: ``num_stages`` layers, a Markov head and a confidence head."""
+
+    num_stages: int
+    block_size: int
+    """Rows of a draft pass = drafted tokens a request; the value the checkpoint was trained with."""
+    noise_token_id: int
+    markov_rank: int
+    num_features: int
+    """Captured target layers; ``target_features`` rows are ``num_features * hidden_size`` wide."""
+    sample_from_anchor: bool
+    """True: row 0 (the anchor) predicts the first draft token, as the released drafts do."""
+
+
+# Keys that are read by something else than this package, or whose value can't change what we build:
+# compressed attention, Engram tables and the vision tower belong to targets that it does not build.
+IGNORED_KEYS = frozenset(
+    ["architectures", "attention_dropout", "auto_map", "dtype", "initializer_range", "model_type", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "compress_rope_theta", "rope_scaling", "index_head_dim", "index_n_heads", "index_topk", "index_source_layer_ids", "kv_source_layer_ids", "candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size", "engram_layer_ids", "engram_num_embeddings", "engram_max_ngram_size", "engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_pad_token_id", "engram_compressed_vocab_size", "vision_config", "image_token_id"]
+)
+
+# Keys that may be left out; a value that is not listed is a model that this package does not build.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "topk_method": ("noaux_tc",),
+    "tie_word_embeddings": (False,),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "num_key_value_heads": (1,),
+    "gate_temp": (1.0,),
+}
+
+_KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool}
+# Fields that are a key of the same name; the others are worked out in parse_configs.
+_PLAIN_FIELDS = {
+    field.name: _KINDS[str(field.type)]
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in ("variant", "n_routed_experts", "num_experts_per_tok", "weight_block_size")
+}
+
+
+class _Reader:
+    """Hands out keys of a JSON object with type checks and remembers which were consumed."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values = values
+        self.where = where
+        self.consumed: set[str] = set()
+        self.problems: list[str] = []
+
+    def get(self, key: str, kind: type, default: Any = dataclasses.MISSING) -> Any:
+        self.consumed.add(key)
+        if key not in self.values or (self.values[key] is None and default is None):
+            if default is dataclasses.MISSING:
+                self.problems.append(f"{key} is missing")
+                return kind()
+            return default
+        value = self.values[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            self.problems.append(f"{key} is {value!r}, expected {kind.__name__}")
+            return kind()
+        return value
+
+    def expect(self, key: str, allowed: Iterable[Any], default: Any = dataclasses.MISSING) -> None:
+        """Consume a key that this package supports for some values only."""
+        self.consumed.add(key)
+        if key not in self.values and default is not dataclasses.MISSING:
+            return
+        value = self.values.get(key)
+        if value not in allowed:
+            self.problems.append(f"{key} is {value!r}, supported: {sorted(map(str, allowed))}")
+
+    def unknown(self, allowed: Iterable[str]) -> list[str]:
+        return sorted(set(self.values) - self.consumed - IGNORED_KEYS - set(allowed))
+
+
+def read_configs(
+    path: Path | str, *, num_stages: int | None = None, allow_keys: Iterable[str] = ()
+) -> tuple[TargetConfig, DraftConfig]:
+    """Return the target and draft configuration of a released checkpoint.
+
+    Args:
+        path: a ``config.json`` or the checkpoint directory that holds it.
+        num_stages: draft stages counted from the tensor names. V4 says
+            ``num_nextn_predict_layers`` 1 although three stages ship; any other difference
+            between key and count is an error. Without tensors, V4's 1 is read as three.
+        allow_keys: unknown keys to pass over.
+
+    Raises:
+        ConfigError: with all problems in one message.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        root = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; --checkpoint wants a released checkpoint directory") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); download the file again") from None
+    if not isinstance(root, dict):
+        raise ConfigError(f"{path}: holds a {type(root).__name__}, expected a JSON object")
+    return parse_configs(root, where=str(path), num_stages=num_stages, allow_keys=allow_keys)
+
+
+def parse_configs(
+    root: Mapping[str, Any],
+    *,
+    where: str = "config.json",
+    num_stages: int | None = None,
+    allow_keys: Iterable[str] = (),
+) -> tuple[TargetConfig, DraftConfig]:
+    """As :func:`read_configs`, from the parsed JSON object."""
+    nested = "text_config" in root
+    variant = Variant.V4_1 if nested else Variant.V4
+    outer = _Reader(root, where)
+    text = _Reader(outer.get("text_config", dict), f"{where}: text_config") if nested else outer
+    quantization = _Reader(outer.get("quantization_config", dict), f"{where}: quantization_config")
+
+    block = quantization.get("weight_block_size", list)
+    if len(block) != 2 or block[0] != block[1] or block[0] not in (32, 128):
+        quantization.problems.append(f"weight_block_size is {block}, supported: [32, 32] and [128, 128]")
+        block = [32, 32]
+    quantization.expect("quant_method", ("fp8",), None)
+    quantization.expect("fmt", ("e4m3",), None)
+    quantization.expect("scale_fmt", ("ue8m0",), None)
+    quantization.expect("activation_scheme", ("dynamic",), None)
+    quantization.expect("modules_to_not_convert", ([], None), None)
+    (quantization if nested else text).expect("expert_dtype", ("fp4",))
+
+    text.expect("hc_mult", (HC_MULT,))
+    text.expect("scoring_func", ("sqrtsoftplus",))
+    text.expect("n_shared_experts", (1,))
+    for key, allowed in _SUPPORTED_VALUES.items():
+        text.expect(key, allowed, None)
+    outer.expect("tie_word_embeddings", (False,), None)
+    common: dict[str, Any] = {name: text.get(name, kind) for name, kind in _PLAIN_FIELDS.items()}
+    common.update(variant=variant, weight_block_size=block[0])
+
+    layers = text.get("num_hidden_layers", int)
+    backbone_experts = text.get("n_routed_experts", int)
+    backbone_top_k = text.get("num_experts_per_tok", int)
+    feature_ids = _int_list(text, "dspark_target_layer_ids")
+    declared_stages = text.get("num_nextn_predict_layers", int)
+    stages = _resolve_stages(text, variant, declared_stages, num_stages)
+    ratios = _int_list(text, "compress_ratios")
+    if len(ratios) not in (layers, layers + stages):
+        text.problems.append(
+            f"compress_ratios has {len(ratios)} entries, expected {layers} (layers) or "
+            f"{layers + stages} (layers and draft stages)"
+        )
+    if any(ratios[layers:]):
+        text.problems.append(f"compress_ratios of the draft stages are {ratios[layers:]}, supported: 0")
+
+    draft_experts, draft_top_k = backbone_experts, backbone_top_k
+    if variant is Variant.V4_1:
+        draft_experts = text.get("dspark_n_routed_experts", int)
+        # The inference configuration has another name for it.
+        other = text.get("dspark_n_activated_experts", int, None)
+        draft_top_k = text.get("dspark_num_experts_per_tok", int, dataclasses.MISSING if other is None else other)
+        if other not in (None, draft_top_k):
+            text.problems.append(f"dspark_n_activated_experts is {other}, dspark_num_experts_per_tok {draft_top_k}")
+
+    # V4.1 nests the language model, but keeps the token ids at the root.
+    ids = {key: text.values.get(key, root.get(key)) for key in ("bos_token_id", "eos_token_id")}
+    for reader in (text, outer):
+        reader.consumed |= ids.keys()
+    eos = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
+    for key, values in (("bos_token_id", [ids["bos_token_id"] or 0]), ("eos_token_id", eos)):
+        if not values or not all(type(value) is int for value in values):
+            text.problems.append(f"{key} is {ids[key]!r}, expected a token id")
+
+    target = TargetConfig(
+        **common,
+        n_routed_experts=backbone_experts,
+        num_experts_per_tok=backbone_top_k,
+        num_hidden_layers=layers,
+        compress_ratios=ratios[:layers],
+        # V4.1 has no such layers and no such key.
+        num_hash_layers=text.get("num_hash_layers", int, 0 if nested else dataclasses.MISSING),
+        feature_layer_ids=feature_ids,
+        bos_token_id=ids["bos_token_id"],
+        eos_token_ids=tuple(eos),
+    )
+    draft = DraftConfig(
+        **common,
+        n_routed_experts=draft_experts,
+        num_experts_per_tok=draft_top_k,
+        num_stages=stages,
+        block_size=text.get("dspark_block_size", int),
+        noise_token_id=text.get("dspark_noise_token_id", int),
+        markov_rank=text.get("dspark_markov_rank", int),
+        num_features=len(feature_ids),
+        sample_from_anchor=text.get("dspark_sample_from_anchor", bool, True),
+    )
+    readers = [quantization, text] + ([outer] if nested else [])
+    problems = [f"{r.where}: {p}" for r in readers for p in r.problems]
+    if not problems:
+        problems = [f"{where}: {p}" for p in _contradictions(target, draft)]
+    for reader in readers:
+        if unknown := reader.unknown(allow_keys):
+            problems.append(
+                f"{reader.where}: keys that this version does not know: {', '.join(unknown)} "
+                "(pass --allow-config-key NAME for each that can't change results)"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return target, draft
+
+
+def _int_list(reader: _Reader, key: str) -> tuple[int, ...]:
+    values = reader.get(key, list)
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        reader.problems.append(f"{key} is {values!r}, expected a list of integers")
+        return ()
+    return tuple(values)
+
+
+def _resolve_stages(text: _Reader, variant: Variant, declared: int, counted: int | None) -> int:
+    known_trap = variant is Variant.V4 and declared == 1
+    if counted is None:
+        return 3 if known_trap else declared
+    if counted != declared and not known_trap:
+        text.problems.append(
+            f"num_nextn_predict_layers is {declared}, but the checkpoint holds {counted} draft stages "
+            "(mtp.0 and up); one of the two is incomplete"
+        )
+    return counted
+
+
+def _contradictions(target: TargetConfig, draft: DraftConfig) -> list[str]:
+    found = []
+    may_be_zero = ("noise_token_id", "num_hash_layers")
+    for config in (target, draft):
+        numbers = [
+            f.name for f in dataclasses.fields(config) if f.type in ("int", "float") and f.name not in may_be_zero
+        ]
+        found += [f"{n} is {getattr(config, n)}, expected > 0" for n in numbers if not getattr(config, n) > 0]
+        if config.num_experts_per_tok > config.n_routed_experts:
+            found.append(
+                f"{type(config).__name__}: {config.num_experts_per_tok} experts a token of "
+                f"{config.n_routed_experts} experts"
+            )
+    ids = target.feature_layer_ids
+    if not ids or len(set(ids)) != len(ids) or any(not 0 <= i < target.num_hidden_layers for i in ids):
+        found.append(
+            f"dspark_target_layer_ids is {list(ids)}, expected distinct layers of 0..{target.num_hidden_layers - 1}"
+        )
+    if not 0 <= draft.noise_token_id < draft.vocab_size:
+        found.append(f"dspark_noise_token_id is {draft.noise_token_id}, expected 0..{draft.vocab_size - 1}")
+    if not 0 <= target.num_hash_layers <= target.num_hidden_layers:
+        found.append(f"num_hash_layers is {target.num_hash_layers}, expected 0..{target.num_hidden_layers}")
+    if target.head_dim <= target.qk_rope_head_dim or target.qk_rope_head_dim % 2:
+        found.append(f"qk_rope_head_dim {target.qk_rope_head_dim} must be even and below head_dim {target.head_dim}")
+    if target.kv_quant_width % target.kv_quant_group:
+        found.append(
+            f"the {target.kv_quant_width} quantised channels of a cached row are not a multiple of {target.kv_quant_group}"
+        )
+    if target.num_attention_heads % target.o_groups:
+        found.append(f"o_groups {target.o_groups} does not divide num_attention_heads {target.num_attention_heads}")
+    if not target.norm_topk_prob:
+        found.append("norm_topk_prob is false; only normalised routing weights are supported")
+    return found
+
+
+def check_draft_length(draft: DraftConfig, num_draft_tokens: int) -> None:
+    """Raise :class:`ConfigError` unless ``num_draft_tokens`` is the block the draft was trained with.
+
+    Attention inside a block is not causal, so another number of rows changes *every* row: a
+    block-5 checkpoint asked for 7 tokens falls from 2.74 to 1.31 accepted tokens a step.
+    """
+    if num_draft_tokens != draft.block_size:
+        raise ConfigError(
+            f"{num_draft_tokens} draft tokens requested, but this draft was trained with blocks of "
+            f"{draft.block_size}; leave the option out or pass {draft.block_size}"
+        )
+
+
+def to_dict(config: ModelConfig) -> dict[str, Any]:
+    """A JSON-ready copy of ``config``; :func:`from_dict` is its inverse."""
+    values = dataclasses.asdict(config)
+    return {
+        k: v.value if isinstance(v, enum.Enum) else list(v) if isinstance(v, tuple) else v for k, v in values.items()
+    }
+
+
+def from_dict(kind: type[ModelConfig], values: Mapping[str, Any]) -> Any:
+    """Rebuild ``kind`` from :func:`to_dict`'s output; unknown or missing keys raise ConfigError."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    if set(values) != names:
+        raise ConfigError(
+            f"{kind.__name__}: unknown keys {sorted(set(values) - names)}, missing keys {sorted(names - set(values))}"
+        )
+    fixed = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    fixed["variant"] = Variant(fixed["variant"])
+    return kind(**fixed)

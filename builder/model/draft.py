@@ -1,0 +1,149 @@
+"""The DSpark draft network (spec sections 3.2 to 5.3).
+
+One call advances every request: the captured target rows of its last step become entries of the
+stages' rings, and a block of B rows - the anchor and B - 1 noise tokens - is drafted against them.
+Draft rows carry no target state themselves; what the target knows arrives through the rings alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...plugins.markov_sampling import MARKOV_SAMPLING
+from ...plugins.numerics import matmul
+from ..config import DraftConfig
+from .attention import DraftBlockAttention
+from .context import BuildContext
+from .hyper_connections import (
+    HyperConnectedLayer,
+    StreamChain,
+    Streams,
+    collapse_head,
+    logits,
+    register_hc_head,
+)
+from .layers import Fp8Linear, RmsNorm, Table
+from .moe import MoE
+
+
+class MarkovHead(nn.Module):
+    """The two tables of the bias W2 . W1[previous token]."""
+
+    def __init__(self, config: DraftConfig, context: BuildContext):
+        super().__init__()
+        self.embed = Table(config.vocab_size, config.markov_rank, dtype=context.dtype)
+        self.head = Table(config.vocab_size, config.markov_rank, dtype=context.dtype)
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a drafted token is to be accepted, before the sigmoid."""
+
+    def __init__(self, config: DraftConfig, context: BuildContext):
+        super().__init__()
+        self.proj = Table(1, config.hidden_size + config.markov_rank, dtype=context.dtype)
+
+    def forward(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Pre-norm hidden [R, B, H] and Markov features [R, B, rank] -> [R, B] float32."""
+        return matmul(torch.cat((hidden, features), -1), self.proj.weight).squeeze(-1)
+
+
+class Stage(HyperConnectedLayer):
+    """One draft layer; the first also projects the target features, the last holds the heads."""
+
+    def __init__(self, index: int, config: DraftConfig, context: BuildContext):
+        super().__init__(f"stage{index}", config, context)
+        self.attn = DraftBlockAttention(config, context)
+        self.ffn = MoE(config, context)
+        eps, hidden = config.rms_norm_eps, config.hidden_size
+        if index == 0:
+            self.main_proj = Fp8Linear(config.num_features * hidden, hidden, config.weight_block_size, context)
+            self.main_norm = RmsNorm(hidden, eps, context.dtype)
+        if index == config.num_stages - 1:
+            self.norm = RmsNorm(hidden, eps, context.dtype)
+            self.markov_head = MarkovHead(config, context)
+            self.confidence_head = ConfidenceHead(config, context)
+            register_hc_head(self, config)
+
+
+class DraftModel(nn.Module):
+    """The rank-local draft; parameters carry the released names (``mtp.{stage}.*``, embed, head)."""
+
+    def __init__(self, config: DraftConfig, context: BuildContext, *, sampling: bool = False):
+        super().__init__()
+        self.config, self.context, self.sampling = config, context, sampling
+        self.embed = Table(config.vocab_size, config.hidden_size, dtype=context.dtype)
+        self.head = Table(config.vocab_size, config.hidden_size, dtype=context.dtype)
+        self.mtp = nn.ModuleList(Stage(s, config, context) for s in range(config.num_stages))
+
+    def forward(
+        self,
+        anchor_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        target_features: Tensor,
+        feature_positions: Tensor,
+        feature_slots: Tensor,
+        kv_rings: list[Tensor],
+        mailbox: Tensor | None = None,
+        temperature: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Draft one block a request.
+
+        Args:
+            anchor_ids, positions, slots: [R] int32; the token just emitted, its position, its slot.
+            target_features: [T, num_features * H] captured rows; feature_positions, feature_slots: [T]
+                int32, slot -1 for rows that must not be inserted.
+            kv_rings: one [S, W, D] a stage.
+            mailbox: [P, 2] int32, tensor parallel only.
+            temperature, seeds: [R] float32 and [R, 2] int32, with ``sampling`` only.
+
+        Returns:
+            draft tokens [R, B] int32, confidence [R, B] float32 before the sigmoid, corrected logits
+            [R, B, V] float32 before the temperature, and the updated rings.
+        """
+        config, probe = self.config, self.context.probe
+        first, last = self.mtp[0], self.mtp[-1]
+        block = (-1, config.block_size)
+        main_x = first.main_norm(first.main_proj(target_features))
+        probe("main_x", main_x)
+        rings = []
+        for stage, ring in zip(self.mtp, kv_rings, strict=True):
+            kv = stage.attn.key_value(main_x)
+            probe(f"{stage.name}_context_kv_normed", kv)
+            rings.append(stage.attn.insert(kv, feature_positions, feature_slots, ring))
+
+        noise = torch.full_like(anchor_ids, config.noise_token_id).unsqueeze(1).expand(-1, config.block_size - 1)
+        ids = torch.cat((anchor_ids.unsqueeze(1), noise), 1).flatten()
+        chain = StreamChain(config, self.context, () if mailbox is None else (mailbox,))
+        state: Streams | None = None
+        partial = x = self.embed.weight[ids.long()]
+        for stage, ring in zip(self.mtp, rings, strict=True):
+            attn, ffn = stage.sublayer("attn"), stage.sublayer("ffn")
+            state, x = chain.enter(x, attn) if state is None else chain.cross(state, partial, attn)
+            partial = stage.attn(x, positions, slots, ring)
+            probe(f"{stage.name}_attn_out", partial)
+            state, x = chain.cross(state, partial, ffn)
+            probe(f"{stage.name}_mid_streams", state.values)
+            partial = stage.ffn(x, ids)
+            probe(f"{stage.name}_ffn_out", partial)
+        assert state is not None
+        state = chain.leave(state, partial)
+        hidden = collapse_head(last, state, config)
+        probe("hidden_prenorm", hidden.unflatten(0, block))
+
+        base_logits = logits(hidden, last.norm, self.head.weight).unflatten(0, block)
+        probe("base_logits", base_logits)
+        keys = (positions, temperature, seeds) if self.sampling else ()
+        tokens, features, corrected = MARKOV_SAMPLING(
+            base_logits,
+            anchor_ids,
+            last.markov_head.embed.weight,
+            last.markov_head.head.weight,
+            *keys,
+            block_size=config.block_size,
+            sampling=self.sampling,
+        )
+        confidence = last.confidence_head(hidden.unflatten(0, block), features)
+        return tokens, confidence, corrected, rings

@@ -1,0 +1,98 @@
+"""ContextKvInsert: writes rows into a ring cache in place (spec section 4).
+
+Row t of slot s at position p becomes ring[s, p mod W], rotated and rounded as the cache stores it. The
+result is that of writing the rows in position order: where a call carries more than W rows of one slot,
+the last W stay. A slot outside 0..S-1 (rejected or padding rows carry -1) writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import CacheAttributes, cache_entry, onnx_quantize, onnx_rope_tables, onnx_rotate
+from .op import Op, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributes(CacheAttributes):
+    head_dim: int
+
+
+class ContextKvInsert(Op):
+    name = "ContextKvInsert"
+    Attributes = Attributes
+
+    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
+        return (
+            TensorSpec("kv", "T", ("rows", attributes.head_dim)),
+            TensorSpec("positions", "int32", ("rows",)),
+            TensorSpec("slots", "int32", ("rows",)),
+            TensorSpec("ring", "T", ("S", "W", attributes.head_dim)),
+        )
+
+    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("ring_out", "T", ("S", "W", attributes.head_dim)),)
+
+    def aliases(self, attributes: Attributes) -> dict[int, int]:
+        return {0: 3}
+
+    def reference(self, attributes: Attributes, kv: Tensor, positions: Tensor, slots: Tensor, ring: Tensor) -> Tensor:
+        slot_count, window = ring.shape[:2]
+        inside = (slots >= 0) & (slots < slot_count)
+        slot = torch.where(inside, slots, slot_count).long()
+        newest = torch.full((slot_count + 1,), -1, dtype=torch.int32, device=ring.device)
+        newest = newest.scatter_reduce(0, slot, positions, "amax")
+        written = inside & (positions > newest[slot] - window)
+        out = ring.clone()
+        entries = cache_entry(kv, positions, attributes)
+        out[slots[written].long(), (positions[written] % window).long()] = entries[written]
+        return out
+
+    def onnx_body(self, attributes: Attributes, cast: str) -> str:
+        dim = attributes.head_dim
+        # Rows that write nothing go to one spare row behind the ring, which is cut off again.
+        return f"""
+            {onnx_rope_tables("positions", attributes, dim)}
+            {onnx_rotate("kv", "rotated", "cos", "sin", cast)}
+            {onnx_quantize("rotated", "entries", attributes, dim, cast)}
+            ring_shape = Shape(ring)
+            zero = Constant<value = int64[1] {{0}}>()
+            one = Constant<value = int64[1] {{1}}>()
+            slot_count = Gather(ring_shape, zero)
+            window = Gather(ring_shape, one)
+            position64 = Cast<to=7>(positions)
+            slot64 = Cast<to=7>(slots)
+            same_a = Unsqueeze(slot64, zero)
+            same_b = Unsqueeze(slot64, one)
+            same = Equal(same_a, same_b)
+            position_row = Unsqueeze(position64, zero)
+            never = Constant<value = int64 {{-1}}>()
+            same_positions = Where(same, position_row, never)
+            newest = ReduceMax<keepdims=0>(same_positions, one)
+            oldest = Sub(newest, window)
+            kept = Greater(position64, oldest)
+            not_negative = Greater(slot64, never)
+            below = Less(slot64, slot_count)
+            inside = And(not_negative, below)
+            written = And(kept, inside)
+            index_in_ring = Mod(position64, window)
+            slot_base = Mul(slot64, window)
+            index = Add(slot_base, index_in_ring)
+            spare = Mul(slot_count, window)
+            target = Where(written, index, spare)
+            target_column = Unsqueeze(target, one)
+            flat_shape = Constant<value = int64[2] {{-1, {dim}}}>()
+            flat = Reshape(ring, flat_shape)
+            nothing_float = Constant<value = float[1, {dim}] {{{", ".join(["0"] * dim)}}}>()
+            nothing = {cast}(nothing_float)
+            extended = Concat<axis=0>(flat, nothing)
+            scattered = ScatterND(extended, target_column, entries)
+            cut = Slice(scattered, zero, spare, zero)
+            ring_out = Reshape(cut, ring_shape)
+        """
+
+
+CONTEXT_KV_INSERT = ContextKvInsert()

@@ -1,0 +1,227 @@
+"""MarkovSampling: the sequential part of a draft pass (spec 5.2).
+
+prev = anchor; for each slot i of the block: logits_i = base_i + W2 . W1[prev]; the slot's token is the
+argmax, or with a temperature the argmax of logits_i / T + Gumbel noise; prev = that token. The noise is
+a pure function of (seed, position of the row, token id) and a salt, so it is the same on every rank,
+independent of the other requests, and disjoint from the noise that verification draws. Ties go to the
+lowest id; NaN counts as -inf; a row without any number gives token 0.
+
+``features`` are the embeddings W1[prev_i] that slot i's bias came from, for the confidence head.
+``corrected_logits`` are base + bias before the temperature: what verification needs as the draft's law.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .numerics import first_argmax, matmul
+from .op import Op, TensorSpec
+
+DRAFT_SALT = 0x2545F491
+"""Added to a position's hash so that drafting and verifying never share a key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributes:
+    block_size: int
+    sampling: bool
+    """False: greedy, without the temperature and seed inputs."""
+
+
+class MarkovSampling(Op):
+    name = "MarkovSampling"
+    Attributes = Attributes
+
+    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
+        block = attributes.block_size
+        greedy = (
+            TensorSpec("base_logits", "float32", ("requests", block, "V")),
+            TensorSpec("anchor_ids", "int32", ("requests",)),
+            TensorSpec("embed", "T", ("V", "R")),
+            TensorSpec("head", "T", ("V", "R")),
+        )
+        if not attributes.sampling:
+            return greedy
+        return (
+            *greedy,
+            TensorSpec("positions", "int32", ("requests",)),
+            TensorSpec("temperature", "float32", ("requests",)),
+            TensorSpec("seeds", "int32", ("requests", 2)),
+        )
+
+    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
+        block = attributes.block_size
+        return (
+            TensorSpec("draft_tokens", "int32", ("requests", block)),
+            TensorSpec("features", "T", ("requests", block, "R")),
+            TensorSpec("corrected_logits", "float32", ("requests", block, "V")),
+        )
+
+    def reference(
+        self, attributes: Attributes, base_logits: Tensor, anchor_ids: Tensor, embed: Tensor, head: Tensor, *keys: Tensor
+    ) -> tuple[Tensor, ...]:
+        previous, tokens, features, corrected = anchor_ids, [], [], []
+        for i in range(attributes.block_size):
+            feature = embed[previous.long()]
+            logits = base_logits[:, i] + matmul(feature, head)
+            scores = logits
+            if attributes.sampling:
+                positions, temperature, seeds = keys
+                noise = gumbel_noise(seeds, positions + i, logits.shape[-1], salt=DRAFT_SALT)
+                tempered = logits / temperature.clamp_min(1e-5).unsqueeze(-1) + noise
+                scores = torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
+            previous = first_argmax(scores)
+            tokens.append(previous)
+            features.append(feature)
+            corrected.append(logits)
+        return torch.stack(tokens, 1), torch.stack(features, 1), torch.stack(corrected, 1)
+
+    def onnx_body(self, attributes: Attributes, cast: str) -> str:
+        text = """
+            zero = Constant<value = int64[1] {0}>()
+            one = Constant<value = int64[1] {1}>()
+            float_head = Cast<to=1>(head)
+            head_t = Transpose<perm=[1, 0]>(float_head)
+            minus_infinity = Constant<value = float {-inf}>()
+            token0 = Identity(anchor_ids)
+        """
+        if attributes.sampling:
+            text += _ONNX_SAMPLING_CONSTANTS
+        block = attributes.block_size
+        for i in range(block):
+            text += f"""
+            start{i} = Constant<value = int64[1] {{{i}}}>()
+            end{i} = Constant<value = int64[1] {{{i + 1}}}>()
+            feature{i} = Gather<axis=0>(embed, token{i})
+            float_feature{i} = Cast<to=1>(feature{i})
+            bias{i} = MatMul(float_feature{i}, head_t)
+            base_slot{i} = Slice(base_logits, start{i}, end{i}, one)
+            base{i} = Squeeze(base_slot{i}, one)
+            logits{i} = Add(base{i}, bias{i})
+            """
+            scores = f"logits{i}"
+            if attributes.sampling:
+                text += _onnx_gumbel(i)
+                scores = f"scores{i}"
+            text += f"""
+            nan{i} = IsNaN({scores})
+            clean{i} = Where(nan{i}, minus_infinity, {scores})
+            best{i} = ArgMax<axis=-1, keepdims=0, select_last_index=0>(clean{i})
+            token{i + 1} = Cast<to=6>(best{i})
+            token_column{i} = Unsqueeze(token{i + 1}, one)
+            feature_row{i} = Unsqueeze(feature{i}, one)
+            logits_row{i} = Unsqueeze(logits{i}, one)
+            """
+        for output, part in (
+            ("draft_tokens", "token_column"),
+            ("features", "feature_row"),
+            ("corrected_logits", "logits_row"),
+        ):
+            text += f"{output} = Concat<axis=1>({', '.join(f'{part}{i}' for i in range(block))})\n"
+        return text
+
+
+def _mix(h: Tensor) -> Tensor:
+    """The 32-bit finaliser of MurmurHash3 on int64 tensors that hold 32-bit values."""
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int) -> Tensor:
+    """Standard Gumbel noise [n, V] float32, a pure function of (seed, position, salt, token id).
+
+    Args:
+        seeds: [n, 2] int32, the halves of a 64-bit seed, low first.
+        positions: [n] int32.
+    """
+    low, high = (seeds.long() & 0xFFFFFFFF).unbind(-1)
+    key = _mix((positions.long() + salt) & 0xFFFFFFFF)
+    key = _mix(key ^ low)
+    key = _mix(key ^ high)
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
+    bits = _mix(key.unsqueeze(-1) ^ _mix(ids))
+    # 24 bits, centred: the largest u stays below 1 in float32.
+    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+_ONNX_SAMPLING_CONSTANTS = f"""
+            mask32 = Constant<value = int64 {{4294967295}}>()
+            mul_a = Constant<value = int64 {{{0x85EBCA6B}}}>()
+            mul_b = Constant<value = int64 {{{0xC2B2AE35}}}>()
+            div16 = Constant<value = int64 {{65536}}>()
+            div13 = Constant<value = int64 {{8192}}>()
+            div8 = Constant<value = int64 {{256}}>()
+            salt = Constant<value = int64 {{{DRAFT_SALT}}}>()
+            half = Constant<value = float {{0.5}}>()
+            unit = Constant<value = float {{{2.0**-24!r}}}>()
+            coldest = Constant<value = float {{1e-5}}>()
+            no_temperature = Constant<value = float {{0.0}}>()
+            zero_scalar = Constant<value = int64 {{0}}>()
+            one_scalar = Constant<value = int64 {{1}}>()
+            two = Constant<value = int64[1] {{2}}>()
+            embed_shape = Shape(embed)
+            vocab = Gather(embed_shape, zero_scalar)
+            ids = Range(zero_scalar, vocab, one_scalar)
+            seeds64 = Cast<to=7>(seeds)
+            seed_bits = BitwiseAnd(seeds64, mask32)
+            seed_low = Slice(seed_bits, zero, one, one)
+            seed_high = Slice(seed_bits, one, two, one)
+            position64 = Cast<to=7>(positions)
+            position_column = Unsqueeze(position64, one)
+            temperature_column = Unsqueeze(temperature, one)
+            divisor = Max(temperature_column, coldest)
+            sampled = Greater(temperature_column, no_temperature)
+"""
+
+
+def _onnx_mix(x: str, out: str) -> str:
+    return f"""
+            {out}_a = Div({x}, div16)
+            {out}_b = BitwiseXor({x}, {out}_a)
+            {out}_c = Mul({out}_b, mul_a)
+            {out}_d = BitwiseAnd({out}_c, mask32)
+            {out}_e = Div({out}_d, div13)
+            {out}_f = BitwiseXor({out}_d, {out}_e)
+            {out}_g = Mul({out}_f, mul_b)
+            {out}_h = BitwiseAnd({out}_g, mask32)
+            {out}_i = Div({out}_h, div16)
+            {out} = BitwiseXor({out}_h, {out}_i)
+    """
+
+
+def _onnx_gumbel(i: int) -> str:
+    return f"""
+            offset{i} = Constant<value = int64 {{{i}}}>()
+            row_position{i} = Add(position_column, offset{i})
+            salted{i} = Add(row_position{i}, salt)
+            salted32_{i} = BitwiseAnd(salted{i}, mask32)
+            {_onnx_mix(f"salted32_{i}", f"key_p{i}")}
+            low{i} = BitwiseXor(key_p{i}, seed_low)
+            {_onnx_mix(f"low{i}", f"key_l{i}")}
+            high{i} = BitwiseXor(key_l{i}, seed_high)
+            {_onnx_mix(f"high{i}", f"key{i}")}
+            {_onnx_mix("ids", f"id_hash{i}")}
+            joined{i} = BitwiseXor(key{i}, id_hash{i})
+            {_onnx_mix(f"joined{i}", f"bits{i}")}
+            top{i} = Div(bits{i}, div8)
+            top_float{i} = Cast<to=1>(top{i})
+            centred{i} = Add(top_float{i}, half)
+            uniform{i} = Mul(centred{i}, unit)
+            log{i} = Log(uniform{i})
+            minus_log{i} = Neg(log{i})
+            loglog{i} = Log(minus_log{i})
+            noise{i} = Neg(loglog{i})
+            tempered{i} = Div(logits{i}, divisor)
+            noisy{i} = Add(tempered{i}, noise{i})
+            scores{i} = Where(sampled, noisy{i}, logits{i})
+    """
+
+
+MARKOV_SAMPLING = MarkovSampling()
