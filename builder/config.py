@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .released_keys import SUPPORTED_QUANTIZATION, SUPPORTED_VALUES, KeyReader
+
 HC_MULT = 4
 """Number of residual streams; the kernels and the released models know no other."""
 
@@ -142,23 +144,6 @@ class DraftConfig(ModelConfig):
     """True: row 0 (the anchor) predicts the first draft token, as the released drafts do."""
 
 
-# Keys that are read by something else than this package, or whose value can't change what we build:
-# compressed attention, Engram tables and the vision tower belong to targets that it does not build.
-IGNORED_KEYS = frozenset(
-    ["architectures", "attention_dropout", "auto_map", "dtype", "initializer_range", "model_type", "pad_token_id", "torch_dtype", "transformers_version", "use_cache", "compress_rope_theta", "rope_scaling", "index_head_dim", "index_n_heads", "index_topk", "index_source_layer_ids", "kv_source_layer_ids", "candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size", "engram_layer_ids", "engram_num_embeddings", "engram_max_ngram_size", "engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_pad_token_id", "engram_compressed_vocab_size", "vision_config", "image_token_id"]
-)
-
-# Keys that may be left out; a value that is not listed is a model that this package does not build.
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "topk_method": ("noaux_tc",),
-    "tie_word_embeddings": (False,),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "num_key_value_heads": (1,),
-    "gate_temp": (1.0,),
-}
-
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool}
 # Fields that are a key of the same name; the others are worked out in parse_configs.
 _PLAIN_FIELDS = {
@@ -166,43 +151,6 @@ _PLAIN_FIELDS = {
     for field in dataclasses.fields(ModelConfig)
     if field.name not in ("variant", "n_routed_experts", "num_experts_per_tok", "weight_block_size")
 }
-
-
-class _Reader:
-    """Hands out keys of a JSON object with type checks and remembers which were consumed."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values = values
-        self.where = where
-        self.consumed: set[str] = set()
-        self.problems: list[str] = []
-
-    def get(self, key: str, kind: type, default: Any = dataclasses.MISSING) -> Any:
-        self.consumed.add(key)
-        if key not in self.values or (self.values[key] is None and default is None):
-            if default is dataclasses.MISSING:
-                self.problems.append(f"{key} is missing")
-                return kind()
-            return default
-        value = self.values[key]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            self.problems.append(f"{key} is {value!r}, expected {kind.__name__}")
-            return kind()
-        return value
-
-    def expect(self, key: str, allowed: Iterable[Any], default: Any = dataclasses.MISSING) -> None:
-        """Consume a key that this package supports for some values only."""
-        self.consumed.add(key)
-        if key not in self.values and default is not dataclasses.MISSING:
-            return
-        value = self.values.get(key)
-        if value not in allowed:
-            self.problems.append(f"{key} is {value!r}, supported: {sorted(map(str, allowed))}")
-
-    def unknown(self, allowed: Iterable[str]) -> list[str]:
-        return sorted(set(self.values) - self.consumed - IGNORED_KEYS - set(allowed))
 
 
 def read_configs(
@@ -242,27 +190,24 @@ def parse_configs(
     allow_keys: Iterable[str] = (),
 ) -> tuple[TargetConfig, DraftConfig]:
     """As :func:`read_configs`, from the parsed JSON object."""
-    nested = "text_config" in root
+    nested, allow_keys = "text_config" in root, set(allow_keys)
     variant = Variant.V4_1 if nested else Variant.V4
-    outer = _Reader(root, where)
-    text = _Reader(outer.get("text_config", dict), f"{where}: text_config") if nested else outer
-    quantization = _Reader(outer.get("quantization_config", dict), f"{where}: quantization_config")
+    outer = KeyReader(root, where)
+    text = KeyReader(outer.get("text_config", dict), f"{where}: text_config") if nested else outer
+    quantization = KeyReader(outer.get("quantization_config", dict), f"{where}: quantization_config")
 
     block = quantization.get("weight_block_size", list)
     if len(block) != 2 or block[0] != block[1] or block[0] not in (32, 128):
         quantization.problems.append(f"weight_block_size is {block}, supported: [32, 32] and [128, 128]")
         block = [32, 32]
-    quantization.expect("quant_method", ("fp8",), None)
-    quantization.expect("fmt", ("e4m3",), None)
-    quantization.expect("scale_fmt", ("ue8m0",), None)
-    quantization.expect("activation_scheme", ("dynamic",), None)
-    quantization.expect("modules_to_not_convert", ([], None), None)
+    for key, allowed in SUPPORTED_QUANTIZATION.items():
+        quantization.expect(key, allowed, None)
     (quantization if nested else text).expect("expert_dtype", ("fp4",))
 
     text.expect("hc_mult", (HC_MULT,))
     text.expect("scoring_func", ("sqrtsoftplus",))
     text.expect("n_shared_experts", (1,))
-    for key, allowed in _SUPPORTED_VALUES.items():
+    for key, allowed in SUPPORTED_VALUES.items():
         text.expect(key, allowed, None)
     outer.expect("tie_word_embeddings", (False,), None)
     common: dict[str, Any] = {name: text.get(name, kind) for name, kind in _PLAIN_FIELDS.items()}
@@ -339,7 +284,7 @@ def parse_configs(
     return target, draft
 
 
-def _int_list(reader: _Reader, key: str) -> tuple[int, ...]:
+def _int_list(reader: KeyReader, key: str) -> tuple[int, ...]:
     values = reader.get(key, list)
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         reader.problems.append(f"{key} is {values!r}, expected a list of integers")
@@ -347,7 +292,7 @@ def _int_list(reader: _Reader, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _resolve_stages(text: _Reader, variant: Variant, declared: int, counted: int | None) -> int:
+def _resolve_stages(text: KeyReader, variant: Variant, declared: int, counted: int | None) -> int:
     known_trap = variant is Variant.V4 and declared == 1
     if counted is None:
         return 3 if known_trap else declared
@@ -385,7 +330,8 @@ def _contradictions(target: TargetConfig, draft: DraftConfig) -> list[str]:
         found.append(f"qk_rope_head_dim {target.qk_rope_head_dim} must be even and below head_dim {target.head_dim}")
     if target.kv_quant_width % target.kv_quant_group:
         found.append(
-            f"the {target.kv_quant_width} quantised channels of a cached row are not a multiple of {target.kv_quant_group}"
+            f"{target.kv_quant_width} channels of a cached row are quantised, expected a multiple of "
+            f"{target.kv_quant_group}"
         )
     if target.num_attention_heads % target.o_groups:
         found.append(f"o_groups {target.o_groups} does not divide num_attention_heads {target.num_attention_heads}")
@@ -422,6 +368,6 @@ def from_dict(kind: type[ModelConfig], values: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{kind.__name__}: unknown keys {sorted(set(values) - names)}, missing keys {sorted(names - set(values))}"
         )
-    fixed = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     fixed["variant"] = Variant(fixed["variant"])
     return kind(**fixed)

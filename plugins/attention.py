@@ -127,16 +127,16 @@ def onnx_quantize(x: str, out: str, attributes: CacheAttributes, head_dim: int, 
     if not width:
         return f"{out} = Identity({x})"
     if width == head_dim:
-        return onnx_act_quant_dequant(x, out, width, attributes.quant_group, cast)
+        return onnx_act_quant_dequant(x, out, attributes.quant_group, cast)
     return f"""
         {out}_parts = Constant<value = int64[2] {{{width}, {head_dim - width}}}>()
         {out}_head, {out}_tail = Split<axis=-1>({x}, {out}_parts)
-        {onnx_act_quant_dequant(f"{out}_head", f"{out}_rounded", width, attributes.quant_group, cast)}
+        {onnx_act_quant_dequant(f"{out}_head", f"{out}_rounded", attributes.quant_group, cast)}
         {out} = Concat<axis=-1>({out}_rounded, {out}_tail)
     """
 
 
-def onnx_act_quant_dequant(x: str, out: str, width: int, group: int, cast: str) -> str:
+def onnx_act_quant_dequant(x: str, out: str, group: int, cast: str) -> str:
     """ONNX text of :func:`~.numerics.act_quant_dequant` over [rows, width].
 
     The power of two is found by logarithm and then corrected against an exact table, so the scale has
@@ -144,8 +144,8 @@ def onnx_act_quant_dequant(x: str, out: str, width: int, group: int, cast: str) 
     """
     powers = ", ".join(repr(2.0**e) for e in range(-24, 32))
     return f"""
-        {out}_grouped_shape = Constant<value = int64[3] {{-1, {width // group}, {group}}}>()
-        {out}_flat_shape = Constant<value = int64[2] {{-1, {width}}}>()
+        {out}_grouped_shape = Constant<value = int64[3] {{0, -1, {group}}}>()
+        {out}_flat_shape = Constant<value = int64[2] {{0, -1}}>()
         {out}_last = Constant<value = int64[1] {{2}}>()
         {out}_float = Cast<to=1>({x})
         {out}_grouped = Reshape({out}_float, {out}_grouped_shape)

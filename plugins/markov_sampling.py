@@ -61,7 +61,13 @@ class MarkovSampling(Op):
         )
 
     def reference(
-        self, attributes: Attributes, base_logits: Tensor, anchor_ids: Tensor, embed: Tensor, head: Tensor, *keys: Tensor
+        self,
+        attributes: Attributes,
+        base_logits: Tensor,
+        anchor_ids: Tensor,
+        embed: Tensor,
+        head: Tensor,
+        *keys: Tensor,
     ) -> tuple[Tensor, ...]:
         previous, tokens, features, corrected = anchor_ids, [], [], []
         for i in range(attributes.block_size):

@@ -106,7 +106,9 @@ class MhcAllReduce(Op):
         return mixed, hidden, rms_norm(hidden, norm_weight, attributes.norm_eps)
 
     def onnx_body(self, attributes: Attributes, cast: str) -> str:
-        return _onnx_residual(attributes.tp_size, cast) + f"""
+        return (
+            _onnx_residual(attributes.tp_size, cast)
+            + f"""
             pre_column = Unsqueeze(pre, last)
             float_mixed = Cast<to=1>(streams_out)
             weighted = Mul(float_mixed, pre_column)
@@ -124,6 +126,7 @@ class MhcAllReduce(Op):
             weighted_norm = Mul(scaled, float_weight)
             normed = {cast}(weighted_norm)
         """
+        )
 
 
 def reduce_ranks(partials: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import onnx.parser
 import torch
 from torch import Tensor
 
-from .library import KernelUnavailable, describe_library, load_library
+from .library import KernelUnavailableError, describe_library, load_library
 
 DOMAIN = "dspark"
 OPSET = 19
@@ -109,10 +109,10 @@ class Op(ABC):
             shapes, pointers: of the inputs, then of the outputs, in device memory.
 
         Raises:
-            KernelUnavailable: no library with this kernel is here.
+            KernelUnavailableError: no library with this kernel is here.
         """
         load_library()
-        raise KernelUnavailable(f"{describe_library()} has no kernel for {self.name}; use the torch backend")
+        raise KernelUnavailableError(f"{describe_library()} has no kernel for {self.name}; use the torch backend")
 
     def __call__(self, *tensors: Tensor, **attributes: Any) -> Any:
         values = self.Attributes(**attributes)
@@ -146,7 +146,8 @@ class Op(ABC):
                 expected = dim if isinstance(dim, int) else bindings.setdefault(dim, size)
                 if size != expected:
                     raise OpError(
-                        f"{self.name}: {spec.name} has shape {list(tensor.shape)}, expected {spec} with {dim} = {expected}"
+                        f"{self.name}: {spec.name} has shape {list(tensor.shape)}, "
+                        f"expected {spec} with {dim} = {expected}"
                     )
         return bindings
 
@@ -188,7 +189,9 @@ def encode_attributes(attributes: Any) -> dict[str, int | float | str]:
         if isinstance(value, bool):
             value = int(value)
         if isinstance(value, int) and not -(2**31) <= value < 2**31:
-            raise OpError(f"attribute {field.name} = {value} does not fit 32 bits; a TensorRT plugin field can't carry it")
+            raise OpError(
+                f"attribute {field.name} = {value} does not fit 32 bits; a TensorRT plugin field can't carry it"
+            )
         encoded[field.name] = value
     return encoded
 

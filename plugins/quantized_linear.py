@@ -21,7 +21,6 @@ from .op import Op, TensorSpec
 class Attributes:
     block: int
     """Side of a weight block and channels of x that share a scale."""
-    in_features: int
 
 
 class QuantizedLinear(Op):
@@ -30,8 +29,8 @@ class QuantizedLinear(Op):
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         return (
-            TensorSpec("x", "T", ("rows", attributes.in_features)),
-            TensorSpec("weight", "int8", ("N", attributes.in_features)),
+            TensorSpec("x", "T", ("rows", "K")),
+            TensorSpec("weight", "int8", ("N", "K")),
             TensorSpec("scale", "int8", ("M", "J")),
         )
 
@@ -44,9 +43,9 @@ class QuantizedLinear(Op):
         return quantized_matmul(x, decode_e4m3(weight), row_scale, group=block, block=block).to(x.dtype)
 
     def onnx_body(self, attributes: Attributes, cast: str) -> str:
-        block, width = attributes.block, attributes.in_features
+        block = attributes.block
         return f"""
-            {onnx_act_quant_dequant("x", "rounded", width, block, "Cast<to=1>")}
+            {onnx_act_quant_dequant("x", "rounded", block, "Cast<to=1>")}
             {onnx_decode("weight", "codes", torch.float8_e4m3fn)}
             {onnx_decode("scale", "scales", torch.float8_e8m0fnu)}
             scale_shape = Shape(scales)

@@ -59,9 +59,7 @@ class RoutedExperts(Op):
         w1, w1_scale, w2, w2_scale, w3, w3_scale = experts
 
         def product(a: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-            y = quantized_matmul(
-                a, decode_fp4(packed), decode_e8m0(scale), group=attributes.group, block=FP4_BLOCK
-            )
+            y = quantized_matmul(a, decode_fp4(packed), decode_e8m0(scale), group=attributes.group, block=FP4_BLOCK)
             return y.to(x.dtype)
 
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -85,7 +83,7 @@ class RoutedExperts(Op):
             {_onnx_dequantize("w1", inner, hidden)}
             {_onnx_dequantize("w2", hidden, inner)}
             {_onnx_dequantize("w3", inner, hidden)}
-            {onnx_act_quant_dequant("x", "x_rounded", hidden, attributes.group, "Cast<to=1>")}
+            {onnx_act_quant_dequant("x", "x_rounded", attributes.group, "Cast<to=1>")}
             x_batch = Unsqueeze(x_rounded, zero)
             gate_product = MatMul(x_batch, w1_t)
             gate_rounded = {cast}(gate_product)
@@ -116,7 +114,7 @@ class RoutedExperts(Op):
             scaled_cast = {cast}(scaled)
             flat_shape = Constant<value = int64[2] {{-1, {inner}}}>()
             scaled_flat = Reshape(scaled_cast, flat_shape)
-            {onnx_act_quant_dequant("scaled_flat", "inner_rounded", inner, attributes.group, "Cast<to=1>")}
+            {onnx_act_quant_dequant("scaled_flat", "inner_rounded", attributes.group, "Cast<to=1>")}
             scaled_shape = Shape(scaled)
             inner_batch = Reshape(inner_rounded, scaled_shape)
             down = MatMul(inner_batch, w2_t)

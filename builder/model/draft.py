@@ -7,6 +7,8 @@ Draft rows carry no target state themselves; what the target knows arrives throu
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -104,12 +106,13 @@ class DraftModel(nn.Module):
             [R, B, V] float32 before the temperature, and the updated rings.
         """
         config, probe = self.config, self.context.probe
-        first, last = self.mtp[0], self.mtp[-1]
+        stages = cast("list[Stage]", list(self.mtp))
+        first, last = stages[0], stages[-1]
         block = (-1, config.block_size)
         main_x = first.main_norm(first.main_proj(target_features))
         probe("main_x", main_x)
         rings = []
-        for stage, ring in zip(self.mtp, kv_rings, strict=True):
+        for stage, ring in zip(stages, kv_rings, strict=True):
             kv = stage.attn.key_value(main_x)
             probe(f"{stage.name}_context_kv_normed", kv)
             rings.append(stage.attn.insert(kv, feature_positions, feature_slots, ring))
@@ -119,7 +122,7 @@ class DraftModel(nn.Module):
         chain = StreamChain(config, self.context, () if mailbox is None else (mailbox,))
         state: Streams | None = None
         partial = x = self.embed.weight[ids.long()]
-        for stage, ring in zip(self.mtp, rings, strict=True):
+        for stage, ring in zip(stages, rings, strict=True):
             attn, ffn = stage.sublayer("attn"), stage.sublayer("ffn")
             state, x = chain.enter(x, attn) if state is None else chain.cross(state, partial, attn)
             partial = stage.attn(x, positions, slots, ring)

@@ -43,7 +43,7 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, block: int, context: BuildContext):
         super().__init__()
-        self.in_features, self.block, self.released = in_features, block, context.released
+        self.block, self.released = block, context.released
         if self.released:
             self.weight = frozen(out_features, in_features, dtype=torch.int8)
             self.scale = frozen(-(-out_features // block), -(-in_features // block), dtype=torch.int8)
@@ -52,5 +52,5 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.released:
-            return QUANTIZED_LINEAR(x, self.weight, self.scale, block=self.block, in_features=self.in_features)
+            return QUANTIZED_LINEAR(x, self.weight, self.scale, block=self.block)
         return linear(x, self.weight)

@@ -94,7 +94,11 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext):
         super().__init__()
-        inner, hidden, block = config.moe_intermediate_size // context.tp_size, config.hidden_size, config.weight_block_size
+        inner, hidden, block = (
+            config.moe_intermediate_size // context.tp_size,
+            config.hidden_size,
+            config.weight_block_size,
+        )
         self.limit = config.swiglu_limit
         self.w1 = Fp8Linear(hidden, inner, block, context)
         self.w2 = Fp8Linear(inner, hidden, block, context)

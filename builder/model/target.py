@@ -7,18 +7,20 @@ draft knows of it: V4 captures a layer's output, V4.1 the streams that enter it.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from ..config import ConfigError, TargetConfig, Variant
-from .attention import LatentAttention, WindowAttention
+from .attention import WindowAttention
 from .context import BuildContext
 from .hyper_connections import HyperConnectedLayer, StreamChain, Streams, collapse_head, logits, register_hc_head
 from .layers import RmsNorm, Table
 from .moe import MoE
 
 
-def attention_kind(config: TargetConfig, layer: int) -> type[LatentAttention]:
+def attention_kind(config: TargetConfig, layer: int) -> type[WindowAttention]:
     """The attention class of a layer, by its compress ratio.
 
     Raises:
@@ -75,7 +77,7 @@ class TargetModel(nn.Module):
         between: list[Tensor] = []
         rings, state = [], None
         partial = x = self.embed.weight[input_ids.long()]
-        for layer, ring in zip(self.layers, kv_rings, strict=True):
+        for layer, ring in zip(cast("list[TargetLayer]", list(self.layers)), kv_rings, strict=True):
             attn, ffn = layer.sublayer("attn"), layer.sublayer("ffn")
             state, x = chain.enter(x, attn) if state is None else chain.cross(state, partial, attn)
             between.append(state.values)

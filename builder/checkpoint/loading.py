@@ -1,0 +1,188 @@
+"""Rank shards: the directory that conversion writes, and filling a model from it.
+
+The directory holds ``config.json``, one ``rank{r}.safetensors`` a rank and the tokenizer's files. Tensors
+carry the names of the model's state dict; quantised weights keep their released bytes, so the same shard
+serves both numerics: a ``released`` model has integer parameters for bytes and scales, a ``dequantized``
+one has floating-point weights and no scales, which are dequantised here, once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...plugins.numerics import FP4_BLOCK
+from ..config import DraftConfig, TargetConfig, from_dict, to_dict
+from .quantization import dequantize_fp4, dequantize_fp8, scale_shape
+from .tensor_file import CheckpointError, StoredTensor, read_header
+
+SHARD_FORMAT = "dspark-trt shards"
+SHARD_VERSION = 1
+"""Raised whenever shards of an older package would be read wrongly."""
+CONFIG_NAME = "config.json"
+
+_WIDENINGS = {(torch.bfloat16, torch.float32), (torch.int32, torch.int64)}
+
+
+def rank_file_name(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """What a shard directory holds."""
+
+    target: TargetConfig | None
+    """None when the draft alone was converted."""
+    draft: DraftConfig
+    tp_size: int
+    weights_hash: str
+    """SHA-256 over all released tensors that were read, however they were spread over files."""
+    rank_files: Mapping[str, int]
+    """File name -> size in bytes."""
+
+    def write(self, directory: Path) -> None:
+        """Write ``config.json``; :func:`read_shard_config` is the inverse."""
+        values = {
+            "version": SHARD_VERSION,
+            "format": SHARD_FORMAT,
+            "target": to_dict(self.target) if self.target else None,
+            "draft": to_dict(self.draft),
+            "mapping": {"tp_size": self.tp_size},
+            "weights_hash": self.weights_hash,
+            "rank_files": dict(self.rank_files),
+        }
+        (directory / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_shard_config(directory: Path) -> ShardConfig:
+    """The configuration of a shard directory whose rank files are all there and complete.
+
+    Raises:
+        CheckpointError: listing what is wrong with the directory, and to convert again.
+    """
+    remedy = "run dspark-convert again"
+    path = directory / CONFIG_NAME
+    try:
+        values = json.loads(path.read_text())
+        found = (values["format"], values["version"])
+        if found != (SHARD_FORMAT, SHARD_VERSION):
+            raise CheckpointError(
+                f"{path}: format {found[0]!r} version {found[1]!r}, expected {SHARD_FORMAT!r} version "
+                f"{SHARD_VERSION}; {remedy}"
+            )
+        config = ShardConfig(
+            target=from_dict(TargetConfig, values["target"]) if values["target"] is not None else None,
+            draft=from_dict(DraftConfig, values["draft"]),
+            tp_size=int(values["mapping"]["tp_size"]),
+            weights_hash=str(values["weights_hash"]),
+            rank_files=dict(values["rank_files"]),
+        )
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not found; expected a directory that dspark-convert wrote") from None
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a shard configuration ({error!r}); {remedy}") from None
+    expected = [rank_file_name(rank) for rank in range(config.tp_size)]
+    problems = []
+    if sorted(config.rank_files) != sorted(expected):
+        problems.append(f"lists {sorted(config.rank_files)}, tensor parallel size {config.tp_size} needs {expected}")
+    for name, size in config.rank_files.items():
+        file = directory / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
+    if problems:
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}; {remedy}")
+    return config
+
+
+def load_shard(model: torch.nn.Module, path: Path, *, network: Literal["draft", "target"]) -> None:
+    """Fill every entry of ``model.state_dict()`` from a rank shard, each exactly once.
+
+    Args:
+        model: a network on real storage, on any device. Weights that it holds as floating-point numbers
+            where the shard has bytes are dequantised in float32 and rounded once to the parameter's dtype.
+        path: ``rank{r}.safetensors`` in a shard directory.
+        network: ``draft`` takes ``mtp.*``, the embedding and the head; ``target`` takes all but ``mtp.*``.
+
+    Raises:
+        CheckpointError: listing every tensor that the shard or the model lacks, that differs in shape, or
+            that the model would hold in a narrower dtype without being a dequantised model; or naming a
+            tensor whose values overflow the parameter's dtype. Nothing is written before all names and
+            shapes agree.
+    """
+    block = read_shard_config(path.parent).draft.weight_block_size
+    stored = {name: t for name, t in read_header(path).items() if _is_part(name, network)}
+    parameters = model.state_dict()
+    scales = {
+        name: name.removesuffix(".weight") + ".scale"
+        for name, parameter in parameters.items()
+        if name in stored and stored[name].dtype == "I8" and parameter.is_floating_point()
+    }
+    if problems := [*_differences(parameters, stored, scales, block)]:
+        raise CheckpointError("\n".join([f"{path}: the shard does not fit the {network} model", *problems]))
+    for name in sorted(parameters, key=lambda n: stored[n].offset):
+        source, parameter = stored[name].read(), parameters[name]
+        if name not in scales:
+            parameter.copy_(source)
+        elif _is_fp4(name):
+            # One expert at a time: the float32 values of all would be eight times the stored bytes.
+            for expert, packed, scale in zip(parameter, source, stored[scales[name]].read(), strict=True):
+                expert.copy_(dequantize_fp4(packed, scale))
+        else:
+            parameter.copy_(dequantize_fp8(source, stored[scales[name]].read(), block))
+        if scales and parameter.dtype == torch.float16 and not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"{path}: {name} has values beyond float16's 65504; use bfloat16 or float32")
+
+
+def _is_part(name: str, network: str) -> bool:
+    owner = name.split(".")[0]
+    return owner in ("mtp", "embed", "head") if network == "draft" else owner != "mtp"
+
+
+def _is_fp4(name: str) -> bool:
+    """Whether ``name`` is a weight of the routed experts; shared experts are FP8."""
+    return "experts" in name.split(".")
+
+
+def _differences(
+    parameters: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], scales: Mapping[str, str], block: int
+) -> Iterator[str]:
+    wanted = {*parameters, *scales.values()}
+    if missing := sorted(wanted - set(stored)):
+        yield f"{len(missing)} missing from the shard: {', '.join(missing)}"
+    if extra := sorted(set(stored) - wanted):
+        yield f"{len(extra)} without a place in the model: {', '.join(extra)}"
+    for name in sorted(parameters.keys() & stored.keys()):
+        source, parameter, scale = stored[name], parameters[name], stored.get(scales.get(name, ""))
+        shape = source.shape
+        if parameter.is_meta:
+            yield f"{name} is on the meta device, which holds no values; create the model on a real device"
+        if name not in scales:
+            if not _converts(source, parameter, dequantized=bool(scales)):
+                yield f"{name} is {source.dtype} in the shard, the model's {parameter.dtype} can't hold it"
+        elif _is_fp4(name):
+            shape = (*shape[:-1], 2 * shape[-1])
+            scaled, kind = (*shape[:-1], shape[-1] // FP4_BLOCK), "FP4"
+        else:
+            scaled, kind = scale_shape(shape, block), "FP8"
+        if scale and scale.shape != scaled:
+            yield f"{scale.name} has shape {[*scale.shape]}, {kind} weights of shape {[*shape]} need {[*scaled]}"
+        if tuple(parameter.shape) != shape:
+            yield f"{name} has shape {[*shape]} in the shard, {[*parameter.shape]} in the model"
+
+
+def _converts(source: StoredTensor, parameter: Tensor, *, dequantized: bool) -> bool:
+    """Same dtype or an exact widening; a dequantised model may also round to its own 16-bit dtype."""
+    pair = (source.torch_dtype, parameter.dtype)
+    rounded = dequantized and pair[0].is_floating_point and pair[1] in (torch.float16, torch.bfloat16)
+    return pair[0] == pair[1] or pair in _WIDENINGS or rounded

@@ -1,0 +1,492 @@
+"""Trains the tiny V4.1-style target and its DSpark draft, and writes them in the released format.
+
+Byte-level, four target layers and three draft stages, on public-domain novels (``examples/tiny/corpus``).
+The target learns to predict the next byte. Then it is frozen and the draft learns, for blocks of five
+bytes behind random anchors, the target's own distributions: total variation (what sampling would
+reject) and cross-entropy to the target's choice (what greedy decoding would reject), earlier positions
+weighing more; the confidence head learns one minus the total variation.
+
+Weights are rounded to FP8 (32 x 32 blocks) and FP4 (32 along K) in every forward pass, with gradients
+passed straight through, so the checkpoint holds exactly what was trained. Needs one GPU for a few
+minutes::
+
+    python examples/train_tiny.py --output examples/tiny/checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from dspark_trt.builder.config import Numerics, parse_configs
+from dspark_trt.builder.model.attention import DraftBlockAttention, LatentAttention
+from dspark_trt.builder.model.context import BuildContext
+from dspark_trt.builder.model.draft import DraftModel
+from dspark_trt.builder.model.hyper_connections import StreamChain, collapse_head, logits
+from dspark_trt.builder.model.layers import Fp8Linear
+from dspark_trt.builder.model.moe import ExpertWeights, Gate
+from dspark_trt.builder.model.target import TargetModel
+from dspark_trt.plugins.numerics import FP4_BLOCK, apply_rope, pow2_ceil, rope_tables
+
+HERE = Path(__file__).parent / "tiny"
+BOS, EOS, NOISE = 256, 257, 258
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "eos_token_id": EOS,
+    "bos_token_id": BOS,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "expert_dtype": "fp4",
+        "weight_block_size": [32, 32],
+    },
+    "text_config": {
+        "vocab_size": 264,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 128,
+        "o_lora_rank": 64,
+        "o_groups": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 128,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "num_hash_layers": 0,
+        "rms_norm_eps": 1e-20,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-06,
+        "sliding_window": 128,
+        "rope_theta": 10000.0,
+        "compress_ratios": [0, 0, 0, 0, 0, 0, 0],
+        "max_position_embeddings": 4096,
+        "num_nextn_predict_layers": 3,
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": NOISE,
+        "dspark_target_layer_ids": [1, 2, 3],
+        "dspark_markov_rank": 32,
+        "dspark_n_routed_experts": 4,
+        "dspark_num_experts_per_tok": 2,
+    },
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    output: Path = HERE / "checkpoint"
+    """Directory of the released-format checkpoint."""
+    corpus: Path = HERE / "corpus"
+    """Directory with train.txt and heldout.txt."""
+    target_steps: int = 2200
+    draft_steps: int = 3000
+    batch_size: int = 32
+    sequence_length: int = 512
+    anchors: int = 32
+    """Draft blocks a sequence."""
+    learning_rate: float = 2e-3
+    seed: int = 0
+    device: str = "cuda"
+
+
+# ------------------------------------------------------------------------------- quantised weights
+
+
+def quantize(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
+    """Weight divided by its power-of-two block scales, and the scales [..., N / bn, K / bk]."""
+    rows, columns = weight.shape[-2:]
+    blocks = weight.unflatten(-1, (columns // block[1], block[1])).unflatten(-3, (rows // block[0], block[0]))
+    scale = pow2_ceil(blocks.abs().amax((-3, -1), keepdim=True).clamp_min(1e-8) / largest)
+    return (blocks / scale).flatten(-2).flatten(-3, -2), scale.squeeze(-1).squeeze(-2)
+
+
+def round_fp4(codes: Tensor) -> Tensor:
+    """Nearest FP4 e2m1 value; ties to the even code."""
+    magnitude = codes.abs().clamp_max(6.0)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.copysign(torch.round(magnitude / step) * step, codes)
+
+
+class FakeQuantized(nn.Module):
+    """Rounds a weight as the checkpoint will store it; the gradient passes unchanged."""
+
+    def __init__(self, block: tuple[int, int], fp4: bool):
+        super().__init__()
+        self.block, self.fp4 = block, fp4
+
+    def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        scaled, scale = quantize(weight, self.block, 6.0 if self.fp4 else 448.0)
+        return round_fp4(scaled) if self.fp4 else scaled.to(torch.float8_e4m3fn).float(), scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        codes, scale = self.codes(weight.detach())
+        wide = scale.repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
+        return weight + (codes * wide - weight).detach()
+
+
+def prepare(model: nn.Module, generator: torch.Generator) -> None:
+    """Initialise ``model`` and make its stored-quantised weights round themselves."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith("gate.bias"))
+        if "norm" in name and p.dim() == 1:
+            p.data.fill_(1.0)
+        elif name.endswith(("gate.bias", "attn_sink", "hc_head_base")):
+            p.data.zero_()
+        elif name.endswith("_scale"):
+            p.data.fill_(1.0)
+        elif name.endswith("_base"):
+            p.data.copy_(0.3 * torch.randn(p.shape, generator=generator))
+            p.data[8:] += 4 * torch.eye(4).flatten()  # streams mostly keep to themselves at first
+        elif name.startswith(("embed", "head")) or "markov_head" in name:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * (1.0 if "embed" in name else 0.02))
+        else:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * (0.01 if "_fn" in name else p.shape[-1] ** -0.5))
+    for module in list(model.modules()):
+        if isinstance(module, Fp8Linear):
+            parametrize.register_parametrization(module, "weight", FakeQuantized((32, 32), fp4=False))
+        elif isinstance(module, ExpertWeights):
+            parametrize.register_parametrization(module, "weight", FakeQuantized((1, FP4_BLOCK), fp4=True))
+        elif isinstance(module, LatentAttention):
+            parametrize.register_parametrization(module.wo_a, "weight", FakeQuantized((32, 32), fp4=False))
+        elif isinstance(module, Gate):
+            module.register_forward_hook(balance_experts)
+
+
+@torch.no_grad()
+def balance_experts(gate: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
+    """Nudge the selection bias towards equal use of the experts (training only)."""
+    if not torch.is_grad_enabled() and not gate.training:
+        return
+    ids = torch.arange(gate.bias.numel(), device=gate.bias.device)
+    load = (output[0].unsqueeze(-1) == ids).float().sum((0, 1))
+    gate.bias.add_(1e-3 * (load.mean() - load).sign())
+
+
+# --------------------------------------------------------------------------------- training forward
+
+
+def attend(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor) -> Tensor:
+    """Dense sink attention; q [b, n, h, D], keys [b, k, D], valid [b, n, k] -> [b, n, h, D]."""
+    scores = torch.einsum("bnhd,bkd->bhnk", q, keys) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
+    sinks = sink[None, :, None, None].expand(*scores.shape[:3], 1)
+    p = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return torch.einsum("bhnk,bkd->bnhd", p, keys)
+
+
+def train_window_attention(attn: LatentAttention, batch: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The target's attention over whole sequences, without a ring; same arithmetic, dense and fast."""
+
+    def forward(x: Tensor, positions: Tensor, slots: Tensor, ring: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_tables(positions, attn.config.qk_rope_head_dim, attn.config.rope_theta)
+        q = apply_rope(attn.query(x), cos.unsqueeze(1), sin.unsqueeze(1)).unflatten(0, (batch, -1))
+        keys = apply_rope(attn.key_value(x), cos, sin).unflatten(0, (batch, -1))
+        index = torch.arange(q.shape[1], device=x.device)
+        distance = index[:, None] - index
+        valid = ((distance >= 0) & (distance < attn.config.sliding_window)).expand(batch, -1, -1)
+        out = attend(q, keys, valid, attn.attn_sink).flatten(0, 1)
+        return attn.output(apply_rope(out, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)), ring
+
+    return forward
+
+
+def train_block_attention(attn: DraftBlockAttention, x: Tensor, main_x: Tensor, anchors: Tensor) -> Tensor:
+    """x [b * a * B, H] blocks behind ``anchors`` [b, a], main_x [b, L, H] -> [b * a * B, H]."""
+    batch, count = anchors.shape
+    block, length = attn.config.block_size, main_x.shape[1]
+    dims, theta = attn.config.qk_rope_head_dim, attn.config.rope_theta
+    context_positions = torch.arange(length, device=x.device)
+    context = apply_rope(attn.key_value(main_x), *rope_tables(context_positions, dims, theta))
+    positions = anchors.unsqueeze(-1) + torch.arange(block, device=x.device)
+    cos, sin = rope_tables(positions.flatten(1), dims, theta)
+    own = apply_rope(attn.key_value(x).unflatten(0, (batch, -1)), cos, sin)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    q = apply_rope(attn.query(x).unflatten(0, (batch, -1)), cos, sin)
+    start = anchors.unsqueeze(-1)
+    in_window = (context_positions < start) & (context_positions >= start - attn.config.sliding_window)
+    same_block = torch.eye(count, dtype=torch.bool, device=x.device).repeat_interleave(block, 0)
+    same_block = same_block.repeat_interleave(block, 1).expand(batch, -1, -1)
+    valid = torch.cat((in_window.repeat_interleave(block, 1), same_block), -1)
+    out = attend(q, torch.cat((context, own), 1), valid, attn.attn_sink)
+    return attn.output(apply_rope(out, cos, sin, inverse=True).flatten(0, 1))
+
+
+def draft_forward(model: DraftModel, tokens: Tensor, features: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    """Corrected logits [b, a, B, V] with the true previous tokens, and confidence [b, a, B]."""
+    config = model.config
+    first, last = model.mtp[0], model.mtp[-1]
+    block = config.block_size
+    main_x = first.main_norm(first.main_proj(features)).unflatten(0, (*tokens.shape[:1], -1))
+    ids = torch.full((*anchors.shape, block), config.noise_token_id, device=tokens.device)
+    ids[..., 0] = tokens.gather(1, anchors)
+    ids = ids.flatten()
+    chain = StreamChain(config, model.context, ())
+    state, partial = None, model.embed.weight[ids]
+    for stage in model.mtp:
+        sublayer = stage.sublayer("attn")
+        state, x = chain.enter(partial, sublayer) if state is None else chain.cross(state, partial, sublayer)
+        partial = train_block_attention(stage.attn, x, main_x, anchors)
+        state, x = chain.cross(state, partial, stage.sublayer("ffn"))
+        partial = stage.ffn(x, ids)
+    hidden = collapse_head(last, chain.leave(state, partial), config).unflatten(0, (*anchors.shape, block))
+    previous = tokens.gather(1, (anchors.unsqueeze(-1) + torch.arange(block, device=tokens.device)).flatten(1))
+    embedded = last.markov_head.embed.weight[previous].unflatten(1, (-1, block))
+    base = logits(hidden.flatten(0, 2), last.norm, model.head.weight).unflatten(0, hidden.shape[:3])
+    return base + embedded @ last.markov_head.head.weight.t(), last.confidence_head(hidden, embedded)
+
+
+def draft_loss(drafted: Tensor, confidence: Tensor, taught: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, and per position the share of argmax agreement and the mean total variation."""
+    p = taught.softmax(-1)
+    variation = 0.5 * (drafted.softmax(-1) - p).abs().sum(-1)
+    choice = taught.argmax(-1)
+    entropy = F.cross_entropy(drafted.flatten(0, -2), choice.flatten(), reduction="none").view_as(variation)
+    certainty = F.binary_cross_entropy_with_logits(confidence, 1 - variation.detach(), reduction="none")
+    weight = torch.exp(-torch.arange(drafted.shape[-2], device=drafted.device) / 4.0)
+    loss = ((0.9 * variation + 0.3 * entropy + 0.2 * certainty) * weight).mean()
+    return loss, (drafted.argmax(-1) == choice).float().mean((0, 1)), variation.mean((0, 1))
+
+
+# -------------------------------------------------------------------------------------------- loop
+
+
+def encode_corpus(path: Path) -> Tensor:
+    """Paragraphs as BOS, bytes, EOS; one int64 vector."""
+    paragraphs = [p for p in path.read_text(encoding="ascii").split("\n") if p.strip()]
+    return torch.tensor([t for p in paragraphs for t in (BOS, *p.encode(), EOS)])
+
+
+class Trainer:
+    """AdamW with a cosine schedule; a step is captured once as a CUDA graph and replayed."""
+
+    def __init__(self, parameters: list[nn.Parameter], step: Callable[[], Tensor], config: TrainConfig, steps: int):
+        self.step, self.steps, self.config = step, steps, config
+        self.rate = torch.zeros((), device=config.device)
+        decayed = [p for p in parameters if p.dim() > 1]
+        plain = [p for p in parameters if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+        cuda = config.device == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), capturable=cuda, foreach=cuda)
+        self.parameters = parameters
+
+    def _update(self) -> Tensor:
+        loss = self.step()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    def run(self, load_batch: Callable[[], None], report: Callable[[int, float], None]) -> None:
+        if self.config.device == "cuda":  # warm-up and capture must share a stream that isn't the default
+            with torch.cuda.stream(torch.cuda.Stream()):
+                self._run(load_batch, report)
+            torch.cuda.synchronize()
+        else:
+            self._run(load_batch, report)
+
+    def _run(self, load_batch: Callable[[], None], report: Callable[[int, float], None]) -> None:
+        replay: Callable[[], Tensor] = self._update
+        for i in range(self.steps):
+            warm = min(1.0, (i + 1) / 200)
+            self.rate.fill_(self.config.learning_rate * warm * (0.02 + 0.49 * (1 + math.cos(math.pi * i / self.steps))))
+            load_batch()
+            if i == 3 and self.config.device == "cuda":
+                replay = self._capture()
+            loss = replay()
+            if i % 500 == 0 or i == self.steps - 1:
+                report(i, float(loss))
+
+    def _capture(self) -> Callable[[], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            loss = self._update()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
+
+
+def train(config: TrainConfig) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    target_config, draft_config = parse_configs(CONFIG)
+    context = BuildContext(Numerics.DEQUANTIZED, torch.float32)
+    generator = torch.Generator().manual_seed(config.seed)
+    target, draft = TargetModel(target_config, context), DraftModel(draft_config, context)
+    prepare(target, generator)
+    prepare(draft, generator)
+    target.to(config.device)
+    draft.to(config.device)
+    shape = (config.batch_size, config.sequence_length)
+    for layer in target.layers:
+        layer.attn.forward = train_window_attention(layer.attn, config.batch_size)
+
+    texts = {name: encode_corpus(config.corpus / f"{name}.txt").to(config.device) for name in ("train", "heldout")}
+    tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64, device=config.device)
+    positions = torch.arange(shape[1], device=config.device).repeat(shape[0])
+    slots = torch.zeros_like(positions)
+    rings = [torch.zeros(1, 1, target_config.head_dim, device=config.device)] * target_config.num_hidden_layers
+
+    def load_batch(name: str = "train") -> None:
+        text = texts[name]
+        starts = torch.randint(0, text.numel() - shape[1] - 1, (shape[0], 1), device=config.device)
+        tokens.copy_(text[starts + torch.arange(shape[1] + 1, device=config.device)])
+
+    def run_target() -> tuple[Tensor, Tensor]:
+        out, features, _ = target(tokens[:, :-1].flatten(), positions, slots, rings)
+        return out, features
+
+    def target_step() -> Tensor:
+        return F.cross_entropy(run_target()[0], tokens[:, 1:].flatten())
+
+    started = time.monotonic()
+
+    def report_target(i: int, loss: float) -> None:
+        with torch.no_grad():
+            target.eval()
+            load_batch("heldout")
+            held_out = float(target_step())
+            target.train()
+        print(f"target {i:5d} loss {loss:.4f} held-out {held_out:.4f} {time.monotonic() - started:.0f} s", flush=True)
+
+    learned = [p for p in target.parameters() if p.requires_grad]
+    Trainer(learned, target_step, config, config.target_steps).run(load_batch, report_target)
+
+    target.requires_grad_(False)
+    target.eval()
+    draft.embed, draft.head = target.embed, target.head
+    anchors = torch.zeros(shape[0], config.anchors, dtype=torch.int64, device=config.device)
+    agreement = torch.zeros(2, draft_config.block_size, device=config.device)
+
+    def load_draft_batch() -> None:
+        load_batch()
+        anchors.random_(8, shape[1] - draft_config.block_size)
+
+    def draft_step() -> Tensor:
+        with torch.no_grad():
+            out, features = run_target()
+        taught = out.unflatten(0, shape)
+        rows = (anchors.unsqueeze(-1) + torch.arange(draft_config.block_size, device=config.device)).flatten(1)
+        taught = taught.gather(1, rows.unsqueeze(-1).expand(-1, -1, taught.shape[-1]))
+        drafted, confidence = draft_forward(draft, tokens[:, :-1], features, anchors)
+        loss, agreed, variation = draft_loss(drafted, confidence, taught.unflatten(1, (config.anchors, -1)))
+        agreement.copy_(torch.stack((agreed, variation)).detach())
+        return loss
+
+    def report_draft(i: int, loss: float) -> None:
+        draft.eval()
+        load_batch("heldout")
+        with torch.no_grad():
+            draft_step()
+        draft.train()
+        agreed, variation = ([round(v, 3) for v in row] for row in agreement.tolist())
+        elapsed = f"{time.monotonic() - started:.0f} s"
+        print(f"draft {i:5d} loss {loss:.4f} held-out agreement {agreed} variation {variation} {elapsed}", flush=True)
+
+    learned = [p for p in draft.mtp.parameters() if p.requires_grad]
+    Trainer(learned, draft_step, config, config.draft_steps).run(load_draft_batch, report_draft)
+    save_checkpoint(config.output, target, draft)
+
+
+# ---------------------------------------------------------------------------------------- checkpoint
+
+
+def released_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors under the released names, in the released dtypes."""
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            quantizer = module.parametrizations["weight"][0]
+            codes, scale = quantizer.codes(module.parametrizations["weight"].original.detach().cpu())
+            exponents = scale.to(torch.float8_e8m0fnu)
+            if not quantizer.fp4:
+                tensors |= {f"{prefix}.weight": codes.to(torch.float8_e4m3fn), f"{prefix}.scale": exponents}
+                continue
+            parent, _, name = prefix.rpartition(".")
+            nibbles = encode_fp4(codes)
+            packed = (nibbles[..., ::2] | (nibbles[..., 1::2] << 4)).view(torch.int8)
+            for e in range(codes.shape[0]):
+                tensors[f"{parent}.{e}.{name}.weight"] = packed[e].contiguous()
+                tensors[f"{parent}.{e}.{name}.scale"] = exponents[e].contiguous()
+        elif "parametrizations" not in prefix:
+            for name, p in module.named_parameters(recurse=False):
+                wide = name in ("attn_sink", "bias") or name.startswith("hc_")
+                tensors[f"{prefix}.{name}".lstrip(".")] = p.detach().cpu().to(torch.float32 if wide else torch.bfloat16)
+                if name == "bias":  # V4.1 ships a second bias for image tokens
+                    tensors[f"{prefix}.bias_vl"] = torch.zeros(p.shape)
+    return tensors
+
+
+def encode_fp4(codes: Tensor) -> Tensor:
+    """The 4-bit codes of FP4 values, uint8."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.bucketize(codes.abs(), values).to(torch.uint8) | (torch.signbit(codes).to(torch.uint8) << 3)
+
+
+def save_checkpoint(output: Path, target: TargetModel, draft: DraftModel) -> None:
+    """Write config.json, tokenizer.json, two shards and their index."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    output.mkdir(parents=True, exist_ok=True)
+    shards = {
+        "model-00001-of-00002.safetensors": released_tensors(target),
+        "model-00002-of-00002.safetensors": {k: v for k, v in released_tensors(draft).items() if k.startswith("mtp.")},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, output / name, metadata={"format": "pt"})
+    total = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
+    weight_map = {k: name for name, tensors in shards.items() for k in sorted(tensors)}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (output / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+
+    alphabet = byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|begin|>", "<|end|>", "<|noise|>")])
+    tokenizer.save(str(output / "tokenizer.json"))
+    print(f"{output}: {total / 1e6:.2f} MB, {len(weight_map)} tensors")
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that byte-level tokenizers use for each byte, in byte order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def main() -> None:
+    import tyro
+
+    train(tyro.cli(TrainConfig, description=__doc__))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""The one module that imports TensorRT, and what the rest of the package needs from it.
+
+Two products serve: enterprise TensorRT (module ``tensorrt``) and TensorRT-RTX (``tensorrt_rtx``). They
+share most of their API; :class:`TensorRT` hides the differences that touch us.
+
+TensorRT-RTX and plugins: at the first plugin node its ONNX parser opens the unversioned
+``libtensorrt_rtx.so``, which the wheels don't ship, and ends the process when it fails. A library that
+is already loaded under that SONAME satisfies the loader, so before a parse one is loaded if need be: a
+few hundred bytes of ELF without code, whose SONAME is the missing name and whose only dependency is the
+versioned library. It is written here, in memory, because neither a compiler nor a writable site-packages
+can be taken for granted, and because (unlike a directory on LD_LIBRARY_PATH) it works in a process that
+has already started, in whatever order the libraries were imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+PRODUCTS = ("tensorrt", "tensorrt_rtx")
+RTX_COMPUTE_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
+"""What a TensorRT-RTX plan is built for unless told otherwise; naming them needs no GPU."""
+
+Shape = tuple[int, ...]
+Profile = Mapping[str, tuple[Shape, Shape, Shape]]
+"""Input name -> (smallest, optimal, largest) shape."""
+
+
+class TensorRTUnavailableError(RuntimeError):
+    """No TensorRT, or not the requested one, can be used on this machine."""
+
+
+class EngineBuildError(RuntimeError):
+    """TensorRT refused a network, or built something else than was meant."""
+
+
+class EngineLoadError(RuntimeError):
+    """A plan can't be deserialised here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How TensorRT builds; changes no result."""
+
+    profiling_verbosity: Literal["layer_names_only", "detailed", "none"] = "layer_names_only"
+    input_timing_cache: Path | None = None
+    """Timing cache to start from (enterprise TensorRT)."""
+    output_timing_cache: Path | None = None
+    """Where to write the timing cache (enterprise TensorRT)."""
+    compute_capabilities: tuple[str, ...] = ()
+    """GPUs the engines are for, such as 8.9 (TensorRT-RTX; enterprise TensorRT builds for the GPU it runs on)."""
+
+
+@dataclass(frozen=True)
+class TensorRT:
+    """One usable TensorRT: its module, product name (one of :data:`PRODUCTS`) and full version."""
+
+    module: Any
+    product: str
+    version: str
+    log: Any
+    """The one logger that builders and runtimes share; see :func:`_make_log`."""
+
+    def __str__(self) -> str:
+        return f"{self.product} {self.version}"
+
+    @property
+    def is_rtx(self) -> bool:
+        return self.product == "tensorrt_rtx"
+
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """Forget TensorRT's error messages after the block; those of a block that succeeds become warnings."""
+        self.log.errors.clear()
+        try:
+            yield
+            for message in self.log.errors:
+                logger.warning("%s: %s", self.product, message)
+        finally:
+            self.log.errors.clear()
+
+    def error_text(self) -> str:
+        """The error messages of the open :meth:`messages` block, one a line."""
+        return "\n".join(dict.fromkeys(self.log.errors)) or "(TensorRT gave no reason)"
+
+    def runs_on(self, compute_capability: str) -> bool:
+        """Whether this product has kernels for such a GPU; only TensorRT-RTX lists them."""
+        name = "SM" + compute_capability.replace(".", "")
+        return not self.is_rtx or name in self.module.ComputeCapability.__members__
+
+    def compute_capabilities(self, requested: Sequence[str]) -> tuple[str, ...]:
+        """The GPUs, as "8.9", that a plan built now will run on.
+
+        Raises:
+            EngineBuildError: the product can't build for a requested one.
+        """
+        if self.is_rtx:
+            wanted = tuple(requested) or RTX_COMPUTE_CAPABILITIES
+            if unknown := [c for c in wanted if not self.runs_on(c)]:
+                raise EngineBuildError(
+                    f"{self} can't build for compute capability {', '.join(unknown)}, but for example for "
+                    f"{', '.join(RTX_COMPUTE_CAPABILITIES)}; data-centre GPUs such as 9.0 need enterprise TensorRT"
+                )
+            return wanted
+        here = tuple(gpu_compute_capabilities()[:1])
+        if requested and tuple(requested) != here:
+            raise EngineBuildError(
+                f"{self} builds for the GPU it runs on ({', '.join(here) or 'none found'}), "
+                f"not for {', '.join(requested)}; build on such a GPU or leave --compute-capabilities out"
+            )
+        return here
+
+    def parse(self, model: bytes, path: Path) -> ParsedNetwork:
+        """Parse an ONNX model into a strongly typed network.
+
+        Args:
+            model: the serialised model.
+            path: where external weights are looked up, beside this file.
+
+        Raises:
+            EngineBuildError: with every message of the parser.
+        """
+        if self.is_rtx:
+            _provide_unversioned_library(self)
+        with self.messages():
+            builder = self.module.Builder(self.log)
+            flags = self.module.NetworkDefinitionCreationFlag
+            flag = flags.STRONGLY_TYPED if hasattr(flags, "STRONGLY_TYPED") else flags.EXPLICIT_BATCH
+            network = builder.create_network(1 << int(flag))
+            parser = self.module.OnnxParser(network, self.log)
+            if not parser.parse(model, str(path)):
+                found = [parser.get_error(i) for i in range(parser.num_errors)]
+                # "false" is what a check without a text of its own says: the operator is unknown.
+                texts = {"false": "TensorRT does not have this operator"}
+                lines = [f"{e.node_operator()} {e.node_name()}: {texts.get(e.desc(), e.desc())}" for e in found]
+                lines = list(dict.fromkeys(lines)) or [self.error_text()]
+                raise EngineBuildError("\n".join([f"{self} can't parse {path}:", *lines]))
+        return ParsedNetwork(self, builder, network, parser)
+
+    def deserialize(self, plan: bytes) -> Any:
+        """The ICudaEngine of a plan.
+
+        Raises:
+            EngineLoadError: TensorRT returned nothing, with what it logged.
+        """
+        with self.messages():
+            runtime = self.module.Runtime(self.log)
+            engine = runtime.deserialize_cuda_engine(plan)
+            if engine is None:
+                raise EngineLoadError(f"{self} can't load this plan of {len(plan)} bytes:\n{self.error_text()}")
+        return engine
+
+
+@dataclass(frozen=True)
+class ParsedNetwork:
+    """A parsed network; keeps builder and parser alive, which own parts of it."""
+
+    api: TensorRT
+    builder: Any
+    network: Any
+    parser: Any
+
+    def plugin_layers(self) -> Counter[str]:
+        """Plugin name -> number of plugin layers."""
+        counts: Counter[str] = Counter()
+        for i in range(self.network.num_layers):
+            layer = self.network.get_layer(i)
+            if layer.type.name == "PLUGIN_V3":
+                layer.__class__ = self.api.module.IPluginV3Layer
+                counts[layer.plugin.plugin_name] += 1
+        return counts
+
+    def build(self, profiles: Sequence[Profile], options: EngineOptions) -> bytes:
+        """The plan.
+
+        Raises:
+            EngineBuildError: TensorRT refused, an option is not this product's, or a dynamic input has no range.
+        """
+        module, api = self.api.module, self.api
+        with api.messages():
+            config = self.builder.create_builder_config()
+            config.profiling_verbosity = getattr(module.ProfilingVerbosity, options.profiling_verbosity.upper())
+            if preview := getattr(getattr(module, "PreviewFeature", None), "ALIASED_PLUGIN_IO_10_03", None):
+                config.set_preview_feature(preview, True)
+            self._set_target(config, options)
+            inputs = [self.network.get_input(i) for i in range(self.network.num_inputs)]
+            dynamic = {tensor.name for tensor in inputs if -1 in tuple(tensor.shape)}
+            for profile in profiles or [{}]:
+                if set(profile) - {tensor.name for tensor in inputs} or dynamic - set(profile):
+                    raise EngineBuildError(
+                        f"the profile is for {sorted(profile)}, dynamic inputs are {sorted(dynamic)}"
+                    )
+                entry = self.builder.create_optimization_profile()
+                for name, shapes in profile.items():
+                    entry.set_shape(name, *shapes)
+                config.add_optimization_profile(entry)
+            plan = self.builder.build_serialized_network(self.network, config)
+            if plan is None:
+                raise EngineBuildError(f"{api} can't build the engine:\n{api.error_text()}")
+            if options.output_timing_cache:
+                options.output_timing_cache.write_bytes(bytes(config.get_timing_cache().serialize()))
+            return bytes(plan)
+
+    def _set_target(self, config: Any, options: EngineOptions) -> None:
+        start = options.input_timing_cache
+        targets = self.api.compute_capabilities(options.compute_capabilities)
+        if not self.api.is_rtx:
+            cache = config.create_timing_cache(start.read_bytes() if start else b"")
+            if not config.set_timing_cache(cache, ignore_mismatch=False):
+                raise EngineBuildError(f"{start} was written for another GPU or TensorRT; leave it out")
+            return
+        if start or options.output_timing_cache:
+            raise EngineBuildError(f"{self.api} times kernels where the plan runs; leave the timing cache options out")
+        config.num_compute_capabilities = len(targets)
+        for index, target in enumerate(targets):
+            member = getattr(self.api.module.ComputeCapability, "SM" + target.replace(".", ""))
+            config.set_compute_capability(member, index)
+
+
+@lru_cache
+def probe(product: str) -> TensorRT | str:
+    """The product if its module imports, else the reason why not in a few words."""
+    try:
+        module = importlib.import_module(product)
+        version = str(module.__version__)
+        return TensorRT(module, product, version, _make_log(module))
+    except Exception as error:  # an ImportError, or whatever a half-installed wheel raises
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def load(product: str | None = None) -> TensorRT:
+    """The TensorRT to use: the requested product, else enterprise TensorRT where a GPU is there for it, else RTX.
+
+    Raises:
+        TensorRTUnavailableError: saying for each product why it can't be used.
+    """
+    if product is not None and product not in PRODUCTS:
+        raise TensorRTUnavailableError(
+            f"TensorRT product {product!r} is unknown, expected one of {', '.join(PRODUCTS)}"
+        )
+    found = {name: probe(name) for name in ((product,) if product else PRODUCTS)}
+    usable = [api for api in found.values() if isinstance(api, TensorRT)]
+    if not usable:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items())
+        raise TensorRTUnavailableError(
+            f"no usable TensorRT ({reasons}); pip install 'dspark-trt[rtx]' gives one that builds on any machine, "
+            "enterprise TensorRT comes from NVIDIA's package index"
+        )
+    # Enterprise TensorRT can't even make a builder without a GPU.
+    return usable[0] if len(usable) == 1 or gpu_compute_capabilities() else usable[-1]
+
+
+def gpu_compute_capabilities() -> list[str]:
+    """Compute capability, as "9.0", of each visible GPU; empty without a usable driver."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    return [f"{major}.{minor}" for major, minor in found]
+
+
+def _make_log(module: Any) -> Any:
+    """A TensorRT logger that keeps errors for the exception's text and forwards the rest to ``logging``."""
+
+    class Log(module.ILogger):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity.name in ("ERROR", "INTERNAL_ERROR"):
+                self.errors.append(message)
+            logger.debug("%s: %s", severity.name, message)
+
+    return Log()
+
+
+def _provide_unversioned_library(api: TensorRT) -> None:
+    """Make ``libtensorrt_rtx.so`` loadable; see the module's opening paragraph."""
+    name, versioned = "libtensorrt_rtx.so", f"libtensorrt_rtx.so.{api.version.split('.')[0]}"
+    try:
+        try:
+            found = ctypes.CDLL(name)
+        except OSError:
+            memory = os.memfd_create(name)
+            try:
+                os.write(memory, _alias_library(name, versioned))
+                ctypes.CDLL(f"/proc/self/fd/{memory}")
+            finally:
+                os.close(memory)
+            found = ctypes.CDLL(name)
+        wanted = ctypes.CDLL(versioned)
+        addresses = {ctypes.cast(lib.getInferLibVersion, ctypes.c_void_p).value for lib in (found, wanted)}
+        problem = f"{name} is another library than the {versioned} that Python uses" if len(addresses) > 1 else None
+    except (OSError, AttributeError) as error:
+        problem = f"{name} can't be loaded ({error})"
+    if problem:
+        raise TensorRTUnavailableError(
+            f"{problem}, and the ONNX parser of {api} would end this process at the first plugin node. Either put a "
+            f"directory with a link {name} -> {versioned} on LD_LIBRARY_PATH before Python starts, or preload a shared "
+            f"object with SONAME {name} that is linked (--no-as-needed) to {versioned}"
+        )
+
+
+def _alias_library(soname: str, needed: str) -> bytes:
+    """An ELF shared object without code: ``soname``, depending on ``needed``, for this machine."""
+    with Path("/proc/self/exe").open("rb") as file:
+        ident, _, machine = struct.unpack("<16sHH", file.read(20))
+    header_bytes, segment_bytes, segments = 64, 56, 3
+    symbols = header_bytes + segments * segment_bytes
+    strings = symbols + 24  # after one empty symbol
+    names = b"\0" + soname.encode() + b"\0" + needed.encode() + b"\0"
+    names = names.ljust(-(-len(names) // 8) * 8, b"\0")
+    dynamic = strings + len(names)
+    # DT_SONAME, DT_NEEDED, DT_STRTAB, DT_STRSZ, DT_SYMTAB, DT_SYMENT, DT_NULL
+    entries = ((14, 1), (1, 2 + len(soname)), (5, strings), (10, len(names)), (6, symbols), (11, 24), (0, 0))
+    table = b"".join(struct.pack("<QQ", *entry) for entry in entries)
+    total = dynamic + len(table)
+
+    def segment(kind: int, offset: int, size: int, align: int) -> bytes:
+        return struct.pack("<IIQQQQQQ", kind, 6, offset, offset, offset, size, size, align)  # 6: readable, writable
+
+    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 3, machine, 1, 0, header_bytes, 0, 0, 64, 56, segments, 64, 0, 0)
+    # PT_LOAD, PT_DYNAMIC, and PT_GNU_STACK, without which the loader asks for an executable stack.
+    load = segment(1, 0, total, 0x10000) + segment(2, dynamic, len(table), 8) + segment(0x6474E551, 0, 0, 16)
+    return (header + load).ljust(strings, b"\0") + names + table

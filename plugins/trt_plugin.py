@@ -1,0 +1,316 @@
+"""One TensorRT plugin class for every operation, driven by the operation's declaration.
+
+A plan holds, for each plugin layer, name, version, namespace and the fields of
+``get_fields_to_serialize``: the attributes plus an ABI number. Everything else (shapes, dtypes, checks,
+aliases) follows from the declaration in :mod:`.op`. ``cpp_plugins`` has the same plugin in C++ for hosts
+without Python.
+
+TensorRT calls these methods from C++ and loses their exceptions: some end a build without a reason, some
+(``get_fields_to_serialize``, ``get_workspace_size``, ``get_aliased_input``) are printed and then ignored,
+so that a broken plan comes out. Every method therefore notes what went wrong in :class:`PluginFailures`,
+and whoever builds looks there, after a success too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .library import PLUGIN_ABI, describe_library
+from .op import DOMAIN, Op, OpError, decode_attributes, encode_attributes, is_dynamic
+from .tensorrt_api import EngineBuildError, EngineLoadError, TensorRT
+
+logger = logging.getLogger(__name__)
+
+ABI_FIELD = "plugin_abi"
+_DTYPE_NAMES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT32": "int32",
+    "INT8": "int8",
+}
+_ACTIVATIONS = ("float32", "float16", "bfloat16")
+
+
+@dataclass
+class PluginFailures:
+    """What plugin methods had to say while TensorRT could not."""
+
+    errors: list[str] = field(default_factory=list)
+    """Faults; a build with one is void even if TensorRT returned a plan."""
+    refusals: dict[str, None] = field(default_factory=dict)
+    """Tensors that an operation does not take, in the order seen; matter only if the build fails."""
+
+    def text(self) -> str:
+        return "\n".join(dict.fromkeys([*self.errors, *self.refusals]))
+
+
+@dataclass(frozen=True)
+class TensorDesc:
+    """One tensor as TensorRT describes it: dtype by torch's name; -1 is a dimension not known yet."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    linear: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.dims)}{'' if self.linear else ' in a format that is not linear'}"
+
+
+def check_tensors(op: Op, attributes: Any, tensors: Sequence[TensorDesc], num_inputs: int) -> list[str]:
+    """Every way in which ``tensors`` (inputs, then outputs; a prefix will do) differ from the declaration."""
+    inputs, outputs = op.inputs(attributes), op.outputs(attributes)
+    if num_inputs != len(inputs) or len(tensors) > len(inputs) + len(outputs):
+        return [
+            f"{num_inputs} inputs and {len(tensors) - num_inputs} outputs, expected {len(inputs)} and {len(outputs)}"
+        ]
+    problems: list[str] = []
+    bindings: dict[str, Any] = {}
+    for spec, tensor in zip(inputs + outputs, tensors, strict=False):
+        wrong = not tensor.linear or len(tensor.dims) != len(spec.dims)
+        if spec.dtype == "T":
+            wrong |= tensor.dtype not in _ACTIVATIONS or bindings.setdefault("T", tensor.dtype) != tensor.dtype
+        else:
+            wrong |= tensor.dtype != spec.dtype
+        for dim, size in zip(spec.dims, tensor.dims, strict=False):
+            if isinstance(dim, int):
+                wrong |= size != dim
+            elif size == -1:
+                wrong |= not is_dynamic(dim)
+            else:
+                wrong |= bindings.setdefault(dim, size) != size
+        if wrong:
+            known = f" with {', '.join(f'{k} = {v}' for k, v in bindings.items())}" if bindings else ""
+            problems.append(f"{spec.name} is {tensor}, expected {spec}{known}")
+    return problems
+
+
+def require_creators(api: TensorRT, wanted: Mapping[str, int]) -> None:
+    """Raise :class:`EngineLoadError` unless every operation of name -> version has a registered creator.
+
+    TensorRT itself would name one of them, and none of the reasons.
+    """
+    registered = api.module.get_plugin_registry().all_creators
+    there = {(c.name, c.plugin_version) for c in registered if c.plugin_namespace == DOMAIN}
+    if absent := [name for name, version in wanted.items() if (name, str(version)) not in there]:
+        triples = ", ".join(f"{name} version {wanted[name]} namespace {DOMAIN}" for name in absent)
+        found = ", ".join(f"{name} version {version}" for name, version in sorted(there))
+        raise EngineLoadError(
+            f"no plugin creator for {triples}; registered in namespace {DOMAIN}: {found or 'none'}; plugin library: "
+            f"{describe_library()}. Open registered_creators() around the load, or load a library of that version"
+        )
+
+
+@contextmanager
+def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFailures]:
+    """Register a creator an operation for the time of the block, and collect what its plugins report.
+
+    Raises:
+        EngineBuildError: this TensorRT has no IPluginV3, or a creator of that name is there already.
+    """
+    if not hasattr(api.module, "IPluginCreatorV3One"):  # TensorRT 8
+        raise EngineBuildError(f"{api} has no IPluginV3; use the native lowering, or the library's adapter for it")
+    registry, failures = api.module.get_plugin_registry(), PluginFailures()
+    _, creator_class = _plugin_classes(api)
+    creators = []
+    try:
+        for op in ops:
+            creator = creator_class(op, failures)
+            if not registry.register_creator(creator, DOMAIN):
+                raise EngineBuildError(
+                    f"{op.name} version {op.version} is already registered in namespace {DOMAIN}, by a library that "
+                    f"was loaded or by another registered_creators() block; plugin library: {describe_library()}"
+                )
+            creators.append(creator)
+        yield failures
+    finally:
+        for creator in creators:
+            registry.deregister_creator(creator)
+
+
+def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Note an exception with plugin and layer before it is lost in C++."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.note(f"{method.__name__}: {error}")
+            raise
+
+    return wrapper
+
+
+@lru_cache
+def _plugin_classes(api: TensorRT) -> tuple[type, type]:
+    """The plugin and the creator class; made on demand because they derive from TensorRT's."""
+    trt: Any = api.module
+    field_types = {int: trt.PluginFieldType.INT32, float: trt.PluginFieldType.FLOAT32, str: trt.PluginFieldType.CHAR}
+    dtypes = {value: getattr(trt.DataType, name) for name, value in _DTYPE_NAMES.items()}
+    build_base = getattr(trt, "IPluginV3OneBuildV2", trt.IPluginV3OneBuild)
+    bases = (trt.IPluginV3, trt.IPluginV3OneCore, build_base, trt.IPluginV3OneRuntime)
+
+    def describe(desc: Any) -> TensorDesc:
+        dtype = _DTYPE_NAMES.get(desc.type.name, desc.type.name.lower())
+        return TensorDesc(dtype, tuple(desc.dims), desc.format == trt.TensorFormat.LINEAR)
+
+    class OpPlugin(*bases):  # type: ignore[misc]
+        def __init__(self, op: Op, attributes: Any, layer: str, failures: PluginFailures) -> None:
+            for base in bases:
+                base.__init__(self)
+            self.op, self.attributes, self.layer, self.failures = op, attributes, layer, failures
+            self.specs = op.inputs(attributes)
+            self.plugin_name = op.name
+            self.plugin_version = str(op.version)
+            self.plugin_namespace = DOMAIN
+            self.num_outputs = len(op.outputs(attributes))
+            # Timings are cached under this; a plugin has one kernel and no tactics, so nothing is.
+            self.timing_cache_id = ""
+
+        def note(self, problem: str) -> None:
+            self.failures.errors.append(f"{DOMAIN}.{self.op.name}, layer {self.layer}: {problem}")
+
+        def clone(self) -> Any:
+            # May not fail: an exception here is a null pointer in C++.
+            return OpPlugin(self.op, self.attributes, self.layer, self.failures)
+
+        def get_capability_interface(self, kind: Any) -> Any:
+            return self
+
+        @_noting
+        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+            names = [_DTYPE_NAMES.get(t.name, t.name.lower()) for t in input_types]
+            if len(names) != len(self.specs):
+                raise OpError(f"{len(names)} inputs, expected {', '.join(map(str, self.specs))}")
+            activation = next((n for n, s in zip(names, self.specs, strict=True) if s.dtype == "T"), "float32")
+            wanted = [activation if s.dtype == "T" else s.dtype for s in self.specs]
+            if activation not in _ACTIVATIONS or names != wanted:
+                raise OpError(
+                    f"inputs are {names}, expected {', '.join(map(str, self.specs))}, T one of {_ACTIVATIONS}"
+                )
+            outputs = self.op.outputs(self.attributes)
+            return [dtypes[activation if s.dtype == "T" else s.dtype] for s in outputs]
+
+        @_noting
+        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
+            bindings: dict[str, Any] = {}
+            for spec, dims in zip(self.specs, inputs, strict=True):
+                if len(dims) != len(spec.dims):
+                    raise OpError(f"{spec.name} has {len(dims)} dimensions, expected {spec}")
+                bindings |= {str(d): dims[i] for i, d in enumerate(spec.dims)}
+            shapes = []
+            for spec in self.op.outputs(self.attributes):
+                shape = trt.DimsExprs(len(spec.dims))
+                for i, dim in enumerate(spec.dims):
+                    shape[i] = builder.constant(dim) if isinstance(dim, int) else bindings[dim]
+                shapes.append(shape)
+            return shapes
+
+        @_noting
+        def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
+            described = [describe(t.desc) for t in tensors[: position + 1]]
+            problems = check_tensors(self.op, self.attributes, described, num_inputs)
+            if problems and described[-1].linear:
+                self.failures.refusals[f"{DOMAIN}.{self.op.name}, layer {self.layer}: {problems[-1]}"] = None
+            return not problems
+
+        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            self._check([t.desc for t in (*inputs, *outputs)], len(inputs))
+
+        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            self._check([*inputs, *outputs], len(inputs))
+
+        @_noting
+        def _check(self, descriptions: Sequence[Any], num_inputs: int) -> None:
+            if problems := check_tensors(self.op, self.attributes, [describe(d) for d in descriptions], num_inputs):
+                raise OpError("; ".join(problems))
+
+        @_noting
+        def get_aliased_input(self, output: int) -> int:
+            return self.op.aliases(self.attributes).get(output, -1)
+
+        @_noting
+        def get_fields_to_serialize(self) -> Any:
+            # TensorRT reads the arrays after this returns, so the plugin keeps them.
+            self._fields = []
+            for name, value in {**encode_attributes(self.attributes), ABI_FIELD: PLUGIN_ABI}.items():
+                data = (
+                    np.frombuffer(value.encode() + b"\0", np.int8)
+                    if isinstance(value, str)
+                    else np.array([value], np.float32 if isinstance(value, float) else np.int32)
+                )
+                self._fields.append(trt.PluginField(name, data, field_types[type(value)]))
+            return trt.PluginFieldCollection(self._fields)
+
+        def get_valid_tactics(self) -> list[int]:
+            return []
+
+        def set_tactic(self, tactic: int) -> None:
+            pass
+
+        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+            return 0
+
+        def attach_to_context(self, context: Any) -> Any:
+            return self.clone()
+
+        @_noting
+        def enqueue(
+            self,
+            input_descs: Sequence[Any],
+            output_descs: Sequence[Any],
+            inputs: Sequence[int],
+            outputs: Sequence[int],
+            workspace: int,
+            stream: int,
+        ) -> None:
+            shapes = [tuple(d.dims) for d in (*input_descs, *output_descs)]
+            self.op.launch(self.attributes, describe(input_descs[0]).dtype, shapes, [*inputs, *outputs], stream)
+
+    class OpCreator(trt.IPluginCreatorV3One):  # type: ignore[misc,name-defined]
+        def __init__(self, op: Op, failures: PluginFailures) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.op, self.failures = op, failures
+            self.name = op.name
+            self.plugin_version = str(op.version)
+            self.plugin_namespace = DOMAIN
+            kinds = op.field_kinds().items()
+            self.field_names = trt.PluginFieldCollection(
+                [trt.PluginField(name, np.array([]), field_types[kind]) for name, kind in kinds]
+            )
+
+        def create_plugin(self, layer: str, fields: Iterable[Any], phase: Any) -> Any:
+            try:
+                values = {f.name: _field_value(f) for f in fields}
+                if phase == trt.TensorRTPhase.RUNTIME:
+                    found = values.pop(ABI_FIELD, None)
+                    if found != PLUGIN_ABI:
+                        raise OpError(
+                            f"the plan was built with plugin ABI {found}, this package has {PLUGIN_ABI}; build it again"
+                        )
+                return OpPlugin(self.op, decode_attributes(self.op, values), layer, self.failures)
+            except Exception as error:
+                problem = f"{DOMAIN}.{self.op.name}, layer {layer}: {error}"
+                self.failures.errors.append(problem)
+                logger.error("%s", problem)
+                return None
+
+    return OpPlugin, OpCreator
+
+
+def _field_value(field: Any) -> int | float | str | list[Any]:
+    """A plugin field as int, float or str; a list when it holds another number of values."""
+    kind = field.type.name
+    if kind == "CHAR":
+        return bytes(field.data).rstrip(b"\0").decode()
+    values = np.asarray(field.data).tolist()
+    return values[0] if len(values) == 1 else values

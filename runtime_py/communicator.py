@@ -1,0 +1,157 @@
+"""What the runtime needs of the other ranks, as a small interface, over MPI or for a single process.
+
+MPI is initialised when the first communicator is made, never by an import. mpi4py is imported in this
+module alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class LaunchError(RuntimeError):
+    """The number of ranks is not what the engines were built for."""
+
+
+class Communicator(Protocol):
+    """Collectives of one job; every rank calls them in the same order."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [size, ...] on every rank, in rank order; the bits travel unchanged."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]: ...
+
+    def broadcast(self, value: Any, root: int = 0) -> Any: ...
+
+    def barrier(self) -> None: ...
+
+    def abort(self, code: int) -> None:
+        """End every rank of the job."""
+        ...
+
+
+class SingleProcess:
+    """The communicator of a job of one rank that was started without a launcher."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def abort(self, code: int) -> None:
+        sys.exit(code)
+
+
+class MpiCommunicator:
+    """The ranks of ``MPI_COMM_WORLD``."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        sent = tensor.detach().cpu().contiguous()
+        received = torch.empty((self.size, *sent.shape), dtype=sent.dtype)
+        # As bytes: MPI has no bfloat16, and the values must not be converted.
+        self._world.Allgather(_bytes(sent), _bytes(received))
+        return received.to(tensor.device)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return list(self._world.allgather(value))
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        return self._world.bcast(value, root)
+
+    def barrier(self) -> None:
+        self._world.Barrier()
+
+    def abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._world.Abort(code)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def launcher_ranks(environment: Mapping[str, str] | None = None) -> int | None:
+    """How many ranks the launcher of this process says there are; None without a launcher."""
+    environment = os.environ if environment is None else environment
+    # Open MPI; MPICH and its relatives (PMI); Slurm's own launcher.
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"):
+        if name in environment:
+            return int(environment[name])
+    return None
+
+
+def connect(tp_size: int, command: str = "python ...") -> Communicator:
+    """The communicator of a job that runs engines built for ``tp_size`` ranks.
+
+    Args:
+        command: how the user starts the program, for the error's advice.
+
+    Raises:
+        LaunchError: the job has another number of ranks, or MPI sees another number than the launcher.
+    """
+    announced = launcher_ranks()
+    if announced is None and tp_size == 1:
+        return SingleProcess()
+    advice = f"Start it with: mpirun -n {tp_size} {command}"
+    if announced is None:
+        raise LaunchError(
+            f"the engines were built for {tp_size} ranks (tensor parallel), but this process was started "
+            f"without an MPI launcher. {advice}"
+        )
+    communicator = MpiCommunicator()
+    if communicator.size != announced:
+        raise LaunchError(
+            f"the launcher started {announced} ranks, but MPI sees {communicator.size}: mpi4py uses another MPI "
+            f"than the launcher. Use the mpirun of the environment that mpi4py is installed in. {advice}"
+        )
+    if communicator.size != tp_size:
+        raise LaunchError(
+            f"rank {communicator.rank}: the engines were built for {tp_size} ranks, this job has "
+            f"{communicator.size}. {advice}"
+        )
+    return communicator
+
+
+@contextmanager
+def fail_together(communicator: Communicator, *, debug: bool = False) -> Iterator[None]:
+    """End the whole job when this rank fails: the others would wait for it in a collective for ever.
+
+    The error is printed with the rank, with a traceback if it is not one of the package's own or
+    ``debug`` is set.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, Exception) as error:  # every way to fail must end the other ranks too
+        if debug or not isinstance(error, (ValueError, LaunchError)):
+            traceback.print_exc()
+        print(f"rank {communicator.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        communicator.abort(1)

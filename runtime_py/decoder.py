@@ -1,0 +1,281 @@
+"""The decode loop: target step, verification, draft step, for all requests together.
+
+A request enters by prefill: its prompt goes through the target in chunks of at most one window, the
+last row's choice becomes its anchor, and the captured features of the last window wait for the draft.
+From then on each step runs the target over [anchor, d1 .. dN] of every request, keeps the longest
+prefix of drafts that the target agrees with plus the target's own next token (the new anchor), and runs
+the draft: the features of the accepted rows enter its rings, rejected rows carry slot -1, and a new
+block is drafted behind the new anchor. Rejected rows need no rollback: the target's ring is longer than
+its window by more than a step, and the draft's ring only ever receives accepted rows.
+
+Every rank runs this loop on the same numbers and takes the same decisions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..builder.config import DraftConfig, TargetConfig
+from ..builder.engine import BuildConfig
+from ..builder.engine_dir import WEIGHTS, EngineDir
+from ..builder.network import Kind, load_network
+from .communicator import Communicator, connect
+from .requests import Completion, Request, RequestError, SamplingParams, Statistics
+from .session import Session, TorchSession
+from .verification import verify_greedy
+
+OnTokens = Callable[[int, list[int]], None]
+"""Called with a prompt's index and its new tokens, in order, as they are accepted."""
+
+
+class Decoder:
+    """Decodes prompts with a target and, unless ``speculative`` is off, a draft."""
+
+    def __init__(
+        self,
+        target: Session,
+        draft: Session | None,
+        *,
+        target_config: TargetConfig,
+        draft_config: DraftConfig,
+        build: BuildConfig,
+        communicator: Communicator,
+        check_lockstep: bool = False,
+    ):
+        self._target, self._draft = target, draft
+        self._target_config, self._draft_config = target_config, draft_config
+        self._build, self._communicator, self._check_lockstep = build, communicator, check_lockstep
+        self._drafted = draft_config.block_size if draft else 0
+        self._target_rings = _rings(target)
+        self._draft_rings = _rings(draft) if draft else {}
+
+    @classmethod
+    def from_dir(
+        cls,
+        engine_dir: Path | str,
+        *,
+        communicator: Communicator | None = None,
+        speculative: bool = True,
+        check_lockstep: bool = False,
+    ) -> Decoder:
+        """A decoder over an engine directory, executed by the torch sessions of its weights.
+
+        Raises:
+            LaunchError: the job's ranks are not those the engines were built for.
+            EngineDirError: the directory is incomplete or of another version.
+        """
+        directory = EngineDir.open(Path(engine_dir))
+        communicator = communicator or connect(directory.tp_size)
+        if directory.target is None:
+            raise RequestError(f"{engine_dir}: holds a draft without its target; decoding needs both")
+
+        def session(kind: Kind) -> TorchSession:
+            network = load_network(kind, directory.path / WEIGHTS, communicator.rank, directory.build)
+            return TorchSession(network, communicator)
+
+        return cls(
+            session("target"),
+            session("draft") if speculative else None,
+            target_config=directory.target,
+            draft_config=directory.draft,
+            build=directory.build,
+            communicator=communicator,
+            check_lockstep=check_lockstep,
+        )
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_tokens: OnTokens | None = None,
+    ) -> tuple[list[Completion], Statistics]:
+        """Complete ``prompts`` (token ids); up to ``max_batch_size`` are in flight at once.
+
+        Raises:
+            RequestError: naming every prompt that is empty, has ids outside the vocabulary, or does not
+                fit ``max_seq_len`` together with its ``max_tokens``. Nothing runs then.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        self._check(prompts, each)
+        started = time.perf_counter()
+        stats = Statistics(proposed_per_position=[0] * self._drafted, accepted_per_position=[0] * self._drafted)
+        waiting = deque(enumerate(zip(prompts, each, strict=True)))
+        free = list(range(self._build.max_batch_size))
+        active: list[Request] = []
+        done: dict[int, Completion] = {}
+        emit = on_tokens or (lambda index, tokens: None)
+
+        def deliver(request: Request, produced: Sequence[int]) -> int:
+            kept, reason = request.extend(produced)
+            if kept:
+                emit(request.index, kept)
+            if reason:
+                prompt, output = request.tokens[: request.prompt_length], request.output
+                done[request.index] = Completion(prompt, output, reason)
+                active.remove(request)
+                free.append(request.slot)
+            return len(kept)
+
+        while waiting or active:
+            admitted = []
+            while waiting and free:
+                index, (prompt, own) = waiting.popleft()
+                admitted.append(self._admit(index, free.pop(0), prompt, own))
+            if admitted:
+                active += admitted
+                for request, token in zip(admitted, self._prefill(admitted, stats), strict=True):
+                    deliver(request, [token])
+            if active:
+                self._step(active, stats, deliver)
+        stats.total_seconds = time.perf_counter() - started
+        return [done[i] for i in range(len(prompts))], stats
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def _prefill(self, requests: Sequence[Request], stats: Statistics) -> list[int]:
+        """Run the prompts through the target; return the first token of each."""
+        started = time.perf_counter()
+        window = self._target_config.sliding_window
+        cursor = dict.fromkeys((r.slot for r in requests), 0)
+        first: dict[int, int] = {}
+        while pending := [r for r in requests if cursor[r.slot] < r.prompt_length]:
+            budget, chunks = self._build.max_input_len, []
+            for request in pending:
+                size = min(window, request.prompt_length - cursor[request.slot], budget)
+                if size:
+                    chunks.append((request, cursor[request.slot], size))
+                    budget -= size
+            rows = [(r, p) for r, start, size in chunks for p in range(start, start + size)]
+            logits, features = self._run_target(
+                [r.tokens[p] for r, p in rows], [p for _, p in rows], [r.slot for r, _ in rows]
+            )
+            offset = 0
+            for request, start, size in chunks:
+                self._add_context(request, start, features[offset : offset + size])
+                offset += size
+                cursor[request.slot] = start + size
+                if start + size == request.prompt_length:
+                    row = logits[offset - 1].view(1, 1, -1)
+                    first[request.slot] = verify_greedy(_ids([]).view(1, 0), row).bonus[0]
+            stats.target_calls += 1
+        stats.prefill_seconds += time.perf_counter() - started
+        return [first[r.slot] for r in requests]
+
+    def _step(self, active: list[Request], stats: Statistics, deliver: Callable[[Request, Sequence[int]], int]) -> None:
+        """Draft, verify and deliver once for every active request."""
+        requests = list(active)
+        if self._draft:
+            started = time.perf_counter()
+            self._run_draft(requests)
+            stats.draft_calls += 1
+            stats.draft_seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        width = self._drafted + 1
+        rows = [(t, r.anchor_position + j, r.slot) for r in requests for j, t in enumerate([r.tokens[-1], *r.drafts])]
+        logits, features = self._run_target(*([row[i] for row in rows] for i in range(3)))
+        drafts = _ids([t for r in requests for t in r.drafts]).view(len(requests), self._drafted)
+        verdict = verify_greedy(drafts, logits.unflatten(0, (-1, width)))
+        stats.target_calls += 1
+        stats.target_seconds += time.perf_counter() - started
+        if self._check_lockstep:
+            self._compare_ranks(verdict.accepted + verdict.bonus)
+        for i, request in enumerate(requests):
+            accepted, position = verdict.accepted[i], request.anchor_position
+            self._add_context(request, position, features[i * width : i * width + accepted + 1])
+            produced = deliver(request, [*request.drafts[:accepted], verdict.bonus[i]])
+            stats.record(len(request.drafts), accepted, produced)
+
+    def _run_target(self, ids: list[int], positions: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
+        inputs = {"input_ids": _ids(ids), "positions": _ids(positions), "slots": _ids(slots), **self._target_rings}
+        outputs = _outputs(self._target, inputs, self._target_rings)
+        self._target.run(inputs, outputs)
+        return outputs["logits"], outputs["target_features"]
+
+    def _run_draft(self, requests: Sequence[Request]) -> None:
+        """Insert what the requests' contexts hold into the rings and draft a block for each."""
+        assert self._draft is not None
+        rows = [(r.context_start + i, r.slot) for r in requests if r.context is not None for i in range(len(r.context))]
+        inputs = {
+            "anchor_ids": _ids([r.tokens[-1] for r in requests]),
+            "positions": _ids([r.anchor_position for r in requests]),
+            "slots": _ids([r.slot for r in requests]),
+            "target_features": torch.cat([r.context for r in requests if r.context is not None]),
+            "feature_positions": _ids([position for position, _ in rows]),
+            "feature_slots": _ids([slot for _, slot in rows]),
+            **self._draft_rings,
+        }
+        outputs = _outputs(self._draft, inputs, self._draft_rings)
+        self._draft.run(inputs, outputs)
+        for request, drafts in zip(requests, outputs["draft_tokens"].tolist(), strict=True):
+            request.drafts, request.context = drafts, None
+
+    def _add_context(self, request: Request, start: int, features: Tensor) -> None:
+        """Queue captured rows for the draft; only the last window can matter."""
+        if request.context is None:
+            request.context, request.context_start = features, start
+        else:
+            request.context = torch.cat((request.context, features))
+        surplus = len(request.context) - self._draft_config.sliding_window
+        if surplus > 0:
+            request.context, request.context_start = request.context[surplus:], request.context_start + surplus
+
+    # ------------------------------------------------------------------------------------ checks
+
+    def _admit(self, index: int, slot: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+        eos = () if params.ignore_eos else self._target_config.eos_token_ids
+        stops = frozenset(params.stop_token_ids) | frozenset(eos)
+        return Request(index, slot, len(prompt), list(prompt), params, stops)
+
+    def _check(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        problems = []
+        if len(prompts) != len(params):
+            problems.append(f"{len(prompts)} prompts, {len(params)} sampling parameters")
+        limit, vocab = self._build.max_seq_len, self._target_config.vocab_size
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=False)):
+            needed = len(prompt) + own.max_tokens + self._drafted
+            if not len(prompt):
+                problems.append(f"prompt {i} is empty, expected at least one token")
+            elif bad := [t for t in prompt if not 0 <= t < vocab]:
+                problems.append(f"prompt {i} has token ids {bad[:5]}, expected 0..{vocab - 1}")
+            elif needed > limit:
+                problems.append(
+                    f"prompt {i} needs {needed} positions ({len(prompt)} prompt tokens, max_tokens {own.max_tokens}, "
+                    f"{self._drafted} drafts), the engines were built for --max-seq-len {limit}"
+                )
+        if problems:
+            raise RequestError("; ".join(problems))
+
+    def _compare_ranks(self, decision: list[int]) -> None:
+        decisions = self._communicator.all_gather_object(decision)
+        if any(d != decisions[0] for d in decisions):
+            raise RuntimeError(
+                f"ranks decided differently (accepted counts, then next tokens): {dict(enumerate(decisions))}; "
+                "the ranks must run the same package, weights and libraries"
+            )
+
+
+def _ids(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _rings(session: Session) -> dict[str, Tensor]:
+    """A session's caches, zeroed: input name -> tensor."""
+    names = set(session.io.aliases.values())
+    return {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in session.io.inputs if i.name in names}
+
+
+def _outputs(session: Session, inputs: dict[str, Tensor], rings: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors for a session's outputs; aliased ones are the caches themselves."""
+    shapes = {name: tuple(t.shape) for name, t in inputs.items()}
+    outputs = {}
+    for name, info in session.infer_shapes(shapes).items():
+        source = session.io.aliases.get(name)
+        outputs[name] = rings[source] if source else torch.empty(info.shape, dtype=info.dtype)
+    return outputs

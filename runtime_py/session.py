@@ -1,0 +1,100 @@
+"""Executes one network of one rank behind one interface.
+
+A session takes named tensors, writes into tensors that the caller owns, and is asynchronous where the
+device is. Caches are aliased: the same tensor is given as input and output and is updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..builder.network import Network, NetworkIO, TensorInfo
+from ..plugins.collective import collective_scope
+from .communicator import Communicator
+
+
+class SessionError(ValueError):
+    """A session was given tensors that its network does not take."""
+
+
+class Session(Protocol):
+    """One network of one rank, ready to run."""
+
+    io: NetworkIO
+
+    def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]: ...
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
+
+
+class TorchSession:
+    """Runs the torch definition of a network, eagerly, on the device that holds its weights."""
+
+    def __init__(self, network: Network, communicator: Communicator):
+        self.network, self.io, self._communicator = network, network.io, communicator
+        # The references gather through the communicator; the mailbox is there for the kernels.
+        names = {i.name: i for i in network.io.inputs}
+        self._own = {n: torch.zeros(names[n].shape, dtype=names[n].dtype) for n in ("mailbox",) if n in names}
+
+    def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+        """Outputs with their sizes for inputs of the given shapes.
+
+        Raises:
+            SessionError: listing every input that is missing, unknown or of another shape.
+        """
+        return infer_shapes(self.io, {**{name: tuple(t.shape) for name, t in self._own.items()}, **inputs})
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        """Compute ``outputs`` from ``inputs``; aliased outputs must be the very input tensors.
+
+        Raises:
+            SessionError: a name, shape or dtype differs from the network's, before anything is written.
+        """
+        inputs = {**self._own, **inputs}
+        shapes = infer_shapes(self.io, {name: tuple(t.shape) for name, t in inputs.items()})
+        problems = [
+            f"{i.name} is {inputs[i.name].dtype}, expected {i.dtype}"
+            for i in self.io.inputs
+            if inputs[i.name].dtype != i.dtype
+        ]
+        for info in shapes.values():
+            given = outputs.get(info.name)
+            if given is None or tuple(given.shape) != info.shape or given.dtype != info.dtype:
+                found = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+                problems.append(f"output {info.name} is {found}, expected {info.dtype} {list(info.shape)}")
+        for output, source in self.io.aliases.items():
+            if output in outputs and outputs[output].data_ptr() != inputs[source].data_ptr():
+                problems.append(f"output {output} must be bound to the tensor of {source}, it is updated in place")
+        if problems:
+            raise SessionError("; ".join(problems))
+        with torch.inference_mode(), collective_scope(self._communicator.all_gather):
+            results = self.network(*(inputs[i.name] for i in self.io.inputs))
+            for info, result in zip(self.io.outputs, results, strict=True):
+                outputs[info.name].copy_(result)
+
+
+def infer_shapes(io: NetworkIO, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    """As :meth:`TorchSession.infer_shapes`, from the network's names and shapes alone."""
+    problems = [f"{name} is not an input" for name in inputs if name not in {i.name for i in io.inputs}]
+    sizes: dict[str, int] = {}
+    for info in io.inputs:
+        shape = inputs.get(info.name)
+        if shape is None:
+            problems.append(f"{info.name} is missing")
+            continue
+        expected = [
+            sizes.setdefault(d, s) if isinstance(d, str) else d for d, s in zip(info.shape, shape, strict=False)
+        ]
+        if len(shape) != len(info.shape) or list(shape) != expected:
+            problems.append(f"{info.name} has shape {list(shape)}, expected {list(info.shape)} with {sizes}")
+    problems += [f"{d} is 0, expected at least 1" for d, s in sizes.items() if s == 0]
+    if problems:
+        raise SessionError("; ".join(problems))
+    return {
+        o.name: TensorInfo(o.name, o.dtype, tuple(sizes[d] if isinstance(d, str) else d for d in o.shape))
+        for o in io.outputs
+    }

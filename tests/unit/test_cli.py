@@ -1,0 +1,198 @@
+"""dspark-convert, dspark-build and dspark-inspect, called as functions with their arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from dspark_trt.builder import cli
+from dspark_trt.builder.config import ConfigError
+from dspark_trt.plugins import tensorrt_api
+
+from tests.released import tiny_config, write_checkpoint
+from tests.unit.test_engine_dir import stand_in_export
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "released"
+    write_checkpoint(path, tiny_config("v4.1"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def shards(released: Path) -> Path:
+    output = released.parent / "shards"
+    assert cli.convert(["--checkpoint", str(released), "--output", str(output)]) == 0
+    return output
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables in one line a row, whatever terminal runs the tests."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(found := tensorrt_api.probe("tensorrt_rtx"), str):
+        pytest.skip(f"TensorRT-RTX is not installed ({found})")
+    module = types.SimpleNamespace(export_draft=stand_in_export, export_target=stand_in_export)
+    monkeypatch.setitem(sys.modules, "dspark_trt.builder.onnx_export", module)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_convert_prints_its_plan_and_the_next_step(
+    released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "shards"
+    assert cli.convert(["--checkpoint", str(released), "--output", str(output), "--tp-size", "2"]) == 0
+    printed = one_line(capsys.readouterr().out)
+    assert (output / "rank1.safetensors").is_file()
+    assert "written │ 2 x " in printed and "peak memory" in printed
+    assert f"next: dspark-build --checkpoint {output}" in printed
+
+
+def test_a_dry_conversion_writes_nothing(released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "shards"
+    assert cli.convert(["--checkpoint", str(released), "--output", str(output), "--dry-run"]) == 0
+    assert not output.exists()
+    assert "time │ " in one_line(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp-size", "3"], "tensor parallel size 3 is not possible"),
+        (["--checkpoint", "/nowhere"], "/nowhere: not a directory"),
+    ],
+)
+def test_an_error_is_one_message_and_status_2(
+    released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    common = ["--checkpoint", str(released), "--output", str(tmp_path / "o")]
+    assert cli.convert([*common, *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {message}") or message in errors
+    assert "Traceback" not in errors
+
+
+def test_the_traceback_is_there_at_log_level_debug(released: Path, tmp_path: Path) -> None:
+    common = ["--checkpoint", str(released), "--output", str(tmp_path / "o"), "--tp-size", "3"]
+    with pytest.raises(ConfigError):
+        cli.convert([*common, "--log-level", "debug"])
+
+
+def test_a_programming_error_keeps_its_traceback(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "plan_conversion", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.convert(["--checkpoint", str(released), "--output", "o"])
+
+
+@pytest.mark.usefixtures("exporter")
+def test_build_writes_engines_and_the_next_step(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "engines"
+    arguments = ["--checkpoint", str(shards), "--output", str(output), "--compute-capabilities", "8.9"]
+    assert cli.build([*arguments, "--max-batch-size", "3"]) == 0
+    printed = one_line(capsys.readouterr().out)
+    assert f"next: mpirun -n 1 python examples/run.py --engine-dir {output}" in printed
+    header = json.loads((output / "config.json").read_text())
+    assert header["build"]["max_batch_size"] == 3 and header["compute_capabilities"] == ["8.9"]
+    assert cli.inspect([str(output)]) == 0
+    printed = one_line(capsys.readouterr().out)
+    for part in (
+        "TensorRT │ tensorrt_rtx 1.",
+        "GPUs │ 8.9",
+        "HcCollapse 1",
+        "max_batch_size │ 3",
+        "draft/rank0.engine",
+    ):
+        assert part in printed
+    assert "decode │ 1 to 3, best 1 │ 6 to 18, best 6 │ 3 to 3, best 3" in printed
+
+
+def test_a_dry_build_prints_shapes_sizes_and_memory(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NVIDIA/TensorRT-LLM#102, #743: memory blow-ups that were not announced."""
+    output = tmp_path / "engines"
+    assert cli.build(["--checkpoint", str(shards), "--output", str(output), "--dry-run"]) == 0
+    printed = one_line(capsys.readouterr().out)
+    assert not output.exists()
+    for part in ("lowering │ plugin, released numerics, bfloat16", "draft engine │ about ", "peak memory │ about "):
+        assert part in printed
+    assert "decode │ 1 to 8, best 1 │ 6 to 48, best 6 │ 8 to 8, best 8" in printed
+
+
+def test_building_from_a_released_checkpoint_points_to_convert(
+    released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.build(["--checkpoint", str(released), "--output", str(tmp_path / "o")]) == 2
+    assert "dspark-convert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-draft-tokens", "7"], "trained with blocks of 5"),
+        (["--lowering", "native"], "add --numerics dequantized"),
+        (["--product", "tensorrt"], "no usable TensorRT (tensorrt: "),
+        (["--compute-capabilities", "9.0"], "data-centre GPUs such as 9.0 need enterprise TensorRT"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if not isinstance(tensorrt_api.probe("tensorrt"), str):
+        pytest.skip("enterprise TensorRT is installed, so other requests can be met")
+    common = ["--checkpoint", str(shards), "--output", str(tmp_path / "o"), "--dry-run"]
+    assert cli.build([*common, *arguments]) == 2
+    assert message in one_line(capsys.readouterr().err)
+
+
+def test_inspect_reads_shards_and_released_checkpoints(
+    released: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in (released, shards):
+        assert cli.inspect([str(directory)]) == 0
+        printed = one_line(capsys.readouterr().out)
+        assert "block_size │ 5 │ -" in printed and "hidden_size │ 256 │ 256" in printed
+        assert "mtp.0 │ BF16 │ " in printed
+    assert cli.inspect([str(released.parent)]) == 2
+    assert "holds neither" in capsys.readouterr().err
+
+
+def test_inspect_without_a_directory_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """NVIDIA/TensorRT-LLM#2405: which MPI, which TensorRT."""
+    assert cli.inspect([]) == 0
+    printed = one_line(capsys.readouterr().out)
+    for part in ("MPI │ ", "plugin library │ ", "tensorrt │ ", "tensorrt_rtx │ ", "torch on the CPU │ yes"):
+        assert part in printed
+
+
+@pytest.mark.parametrize("size", [0, 999, 1000, 2_500_000, 7e12])
+def test_sizes_are_readable(size: float) -> None:
+    assert cli._size(size) == {0: "0 bytes", 999: "999 bytes", 1000: "1.0 kB", 2.5e6: "2.5 MB", 7e12: "7000.0 GB"}[size]
+
+
+def test_the_installed_command_returns_the_status() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("dspark-inspect"), "/nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: /nowhere: not a directory")

@@ -1,0 +1,267 @@
+"""The engine directory: what is written, what opening refuses, what a run must match."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from dspark_trt.builder import engine_dir
+from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
+from dspark_trt.builder.config import ConfigError
+from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, build_engine_dir
+from dspark_trt.plugins import tensorrt_api
+from dspark_trt.plugins.library import PLUGIN_ABI
+from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
+
+from tests.one_op_models import one_op_model
+from tests.released import tiny_config, write_checkpoint
+
+BUILD = BuildConfig(max_batch_size=2, options=EngineOptions(compute_capabilities=("8.9",)))
+
+
+@pytest.fixture(scope="module")
+def api() -> TensorRT:
+    found = tensorrt_api.probe("tensorrt_rtx")
+    if isinstance(found, str):
+        pytest.skip(f"TensorRT-RTX is not installed ({found})")
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks of a random V4.1 checkpoint with a tokenizer."""
+    root = tmp_path_factory.mktemp("shards")
+    write_checkpoint(root / "released", tiny_config("v4.1"))
+    (root / "released" / "tokenizer.json").write_text("{}")
+    convert_checkpoint(root / "released", root / "shards", tp_size=2)
+    return root / "shards"
+
+
+def stand_in_export(shard_dir: Path, rank: int, output: Path, **options: Any) -> types.SimpleNamespace:
+    """A model of one operation in place of a network; the file differs by rank."""
+    model = one_op_model("HcCollapse", options["dtype"])
+    model.graph.node[0].name = f"collapse_of_rank_{rank}"
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "T"
+    onnx.save(model, output)
+    inputs = [("streams", options["dtype"], ("T", 4, 128)), ("pre", "float32", ("T", 4))]
+    return types.SimpleNamespace(path=output, plugin_counts={"HcCollapse": 1}, inputs=inputs)
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function in place of the exporter of both networks."""
+
+    def replace(export: Callable[..., Any]) -> None:
+        module = types.SimpleNamespace(export_draft=export, export_target=export)
+        monkeypatch.setitem(sys.modules, "dspark_trt.builder.onnx_export", module)
+
+    replace(stand_in_export)
+    return replace
+
+
+@pytest.fixture
+def built(api: TensorRT, shards: Path, tmp_path: Path, exporter: object) -> EngineDir:
+    return build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+
+
+def change_header(opened: EngineDir, change: Callable[[dict[str, Any]], object]) -> Path:
+    path = opened.path / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    return opened.path
+
+
+@pytest.mark.usefixtures("exporter")
+def test_a_build_writes_one_engine_a_network_and_rank(api: TensorRT, shards: Path, tmp_path: Path) -> None:
+    phases: list[str] = []
+    opened = build_engine_dir(shards, tmp_path / "engines", BUILD, api=api, on_phase=phases.append)
+    assert phases == [
+        f"{kind} rank {rank}: {step}" for rank in (0, 1) for kind in ("draft", "target") for step in ("export", "build")
+    ]
+    files = sorted(str(p.relative_to(opened.path)) for p in opened.path.rglob("*") if p.is_file())
+    assert files == [
+        "config.json",
+        "draft/rank0.engine",
+        "draft/rank1.engine",
+        "target/rank0.engine",
+        "target/rank1.engine",
+        "tokenizer.json",
+        "weights/config.json",
+        "weights/rank0.safetensors",
+        "weights/rank1.safetensors",
+    ]
+    assert opened.tensorrt == {"product": "tensorrt_rtx", "version": api.version}
+    assert (opened.compute_capabilities, opened.tp_size, opened.plugins) == (("8.9",), 2, {"HcCollapse": 1})
+    assert opened.build == dataclasses.replace(BUILD, num_draft_tokens=5, options=EngineOptions())
+    assert opened.weights_hash == read_shard_config(shards).weights_hash
+    assert opened == EngineDir.open(str(opened.path))
+    assert opened.read_plan("draft", 0) != opened.read_plan("draft", 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["engines"]
+
+
+def test_the_weights_are_the_shards_themselves(built: EngineDir, shards: Path) -> None:
+    """They are read by the torch session and by refits; linked, not copied, where the file system can."""
+    assert read_shard_config(built.path / "weights") == read_shard_config(shards)
+    name = "rank0.safetensors"
+    assert (built.path / "weights" / name).samefile(shards / name)
+
+
+@pytest.mark.usefixtures("exporter")
+def test_weights_are_copied_where_links_are_impossible(
+    api: TensorRT, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError("another file system")
+
+    monkeypatch.setattr(os, "link", no_links)
+    opened = build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+    assert read_shard_config(opened.path / "weights") == read_shard_config(shards)
+
+
+def test_a_matching_run_is_accepted(built: EngineDir, api: TensorRT) -> None:
+    built.check_runtime("tensorrt_rtx", api.version, "8.9", 2, weights_hash=built.weights_hash)
+
+
+FLIPPED = {
+    "product": ("TensorRT product: built for tensorrt_rtx, here tensorrt", {"product": "tensorrt"}),
+    "version": ("TensorRT version: built for {version}, here 1.7.1.117", {"version": "1.7.1.117"}),
+    "sm": ("compute capability: built for 8.9, here 9.0", {"compute_capability": "9.0"}),
+    "tp": ("number of ranks: built for 2, here 1", {"world_size": 1}),
+    "weights": ("weights hash: built for {weights_hash}, here 00ff", {"weights_hash": "00ff"}),
+}
+
+
+@pytest.mark.parametrize("field", FLIPPED)
+def test_a_run_that_differs_in_one_field_is_refused(built: EngineDir, api: TensorRT, field: str) -> None:
+    """ENG-2: each field of the header that a run can contradict; both values and the remedy."""
+    message, change = FLIPPED[field]
+    facts = {"product": "tensorrt_rtx", "version": api.version, "compute_capability": "8.9", "world_size": 2}
+    with pytest.raises(EngineDirError) as caught:
+        built.check_runtime(**{**facts, **change})
+    expected = message.format(version=api.version, weights_hash=built.weights_hash)
+    assert f"does not fit this run. {expected}. " in str(caught.value)
+    assert "dspark-build --checkpoint" in str(caught.value)
+    assert ("mpirun -n 2" in str(caught.value)) == (field == "tp")
+
+
+def test_all_differences_are_reported_together(built: EngineDir) -> None:
+    """NVIDIA/TensorRT-LLM#1038: one number at a time, after minutes of loading."""
+    with pytest.raises(EngineDirError) as caught:
+        built.check_runtime("tensorrt", "10.14.1.48", "9.0", 4, weights_hash="00ff")
+    assert str(caught.value).count("built for") == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(plugin_abi=PLUGIN_ABI + 1), f"plugin ABI: built for {PLUGIN_ABI + 1}, here {PLUGIN_ABI}"),
+        (lambda v: v["plugins"].update(HcCollapse=2), "version of plugin HcCollapse: built for 2, here 1"),
+        (lambda v: v["plugins"].update(Gone=1), "version of plugin Gone: built for 1, here None"),
+    ],
+)
+def test_plugins_of_another_package_version_are_refused(
+    built: EngineDir, api: TensorRT, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    """ENG-2: plugin ABI and plugin versions of the header."""
+    opened = EngineDir.open(change_header(built, change))
+    with pytest.raises(EngineDirError, match=message):
+        opened.check_runtime("tensorrt_rtx", api.version, "8.9", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda v: v.update(version=2),
+            "format 'dspark-trt engines' version 2, expected 'dspark-trt engines' version 1",
+        ),
+        (lambda v: v.update(format="other"), "format 'other'"),
+        (lambda v: v.update(surprise=1), "surprise"),
+        (lambda v: v.pop("weights_hash"), "weights_hash"),
+        (lambda v: v["draft"].pop("block_size"), "block_size"),
+        (lambda v: v["build"].update(surprise=1), "surprise"),
+        (lambda v: v["build"].update(num_draft_tokens=7), "built for 7 draft tokens, the draft's block is 5"),
+        (lambda v: v["files"].pop("draft/rank1.engine"), "draft/rank1.engine is not listed"),
+        (lambda v: v.update(mapping={"tp_size": 3}), "draft/rank2.engine is not listed; target/rank2.engine is not"),
+    ],
+)
+def test_a_header_that_cannot_be_right_is_refused(
+    built: EngineDir, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    """ENG-2: format version, N, rank files; unknown and missing keys."""
+    path = change_header(built, change)
+    with pytest.raises(EngineDirError) as caught:
+        EngineDir.open(path)
+    assert message in str(caught.value) and "dspark-build" in str(caught.value)
+
+
+def test_a_truncated_engine_is_found_before_it_is_loaded(built: EngineDir) -> None:
+    plan = built.path / "draft" / "rank1.engine"
+    size = plan.stat().st_size
+    plan.write_bytes(plan.read_bytes()[:-1])
+    (built.path / "weights" / "rank0.safetensors").unlink()
+    with pytest.raises(EngineDirError) as caught:
+        EngineDir.open(built.path)
+    assert f"draft/rank1.engine has {size - 1} bytes, {size} were written" in str(caught.value)
+    assert "weights/rank0.safetensors is missing" in str(caught.value)
+
+
+def test_the_engine_of_another_rank_is_refused(built: EngineDir) -> None:
+    """ENG-2, rank: both plans have the same size, and the wrong one would give wrong tokens."""
+    plan = built.path / "draft" / "rank1.engine"
+    plan.write_bytes((built.path / "draft" / "rank0.engine").read_bytes())
+    opened = EngineDir.open(built.path)
+    opened.read_plan("draft", 0)
+    with pytest.raises(EngineDirError, match=r"rank1\.engine: not the plan written for rank 1"):
+        opened.read_plan("draft", 1)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"format": "dspark-trt shards", "version": 1}'])
+def test_what_is_no_engine_directory_is_named(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(EngineDirError, match=str(tmp_path / "config.json")):
+        EngineDir.open(tmp_path)
+
+
+def test_an_existing_directory_is_left_alone(built: EngineDir, api: TensorRT, shards: Path) -> None:
+    before = sorted(built.path.rglob("*"))
+    with pytest.raises(EngineDirError, match="exists already; remove it or pass another --output"):
+        build_engine_dir(shards, built.path, BUILD, api=api)
+    assert sorted(built.path.rglob("*")) == before
+
+
+def test_a_failed_build_leaves_nothing(
+    api: TensorRT, shards: Path, tmp_path: Path, exporter: Callable[[Callable[..., Any]], None]
+) -> None:
+    def export(shard_dir: Path, rank: int, output: Path, **options: Any) -> types.SimpleNamespace:
+        found = stand_in_export(shard_dir, rank, output, **options)
+        if rank == 1:
+            found.plugin_counts = {"HcCollapse": 2}
+        return found
+
+    exporter(export)
+    with pytest.raises(EngineBuildError, match="HcCollapse 1 "):
+        build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_draft_length_is_refused_before_anything_is_built(api: TensorRT, shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="7 draft tokens requested"):
+        build_engine_dir(shards, tmp_path / "e", dataclasses.replace(BUILD, num_draft_tokens=7), api=api)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engine_file_names() -> None:
+    assert engine_dir.engine_file_name("target", 3) == "target/rank3.engine"
