@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 import tyro
 from rich.console import Console
 from rich.logging import RichHandler
@@ -35,6 +36,8 @@ from .checkpoint.tensor_file import StoredTensor, read_header
 from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
 from .engine import BuildConfig, Lowering
 from .engine_dir import EngineDir, EngineDirError, build_engine_dir, network_kinds
+from .model.context import BuildContext
+from .network import draft_io, target_io
 
 USER_ERRORS = (
     *(ConfigError, CheckpointError, EngineDirError, OpError, OSError, KernelUnavailableError),
@@ -236,8 +239,6 @@ def _inspect_engines(opened: EngineDir, console: Console) -> None:
 
 
 def _doctor(console: Console) -> None:
-    import torch
-
     gpus = tensorrt_api.gpu_compute_capabilities()
     products = {name: tensorrt_api.probe(name) for name in tensorrt_api.PRODUCTS}
     names = [f"{torch.cuda.get_device_name(i)} ({c})" for i, c in enumerate(gpus)]
@@ -286,6 +287,8 @@ def _table(title: str, *columns: str) -> Table:
 
 def _facts(title: str, facts: Mapping[str, Any]) -> Table:
     table = _table(title)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, str(value))
     return table
@@ -316,11 +319,14 @@ def _tensors(tensors: Iterable[StoredTensor]) -> Table:
 
 def _shapes(kind: engine_dir.Kind, source: ShardConfig | EngineDir, build: BuildConfig) -> Table:
     """The inputs of an engine and what each profile takes."""
-    from .network import network_io
-
+    context = BuildContext(build.numerics, getattr(torch, build.dtype), source.tp_size)
+    if kind == "target" and source.target:
+        io = target_io(source.target, context, slots=build.max_batch_size)
+    else:
+        io = draft_io(source.draft, context, slots=build.max_batch_size, sampling=build.sampling)
     ranges = engine.dimension_ranges(kind, source.draft, build)
     table = _table(f"{kind} engine", "input", "dtype", *ranges)
-    for info in network_io(kind, source.target, source.draft, build, source.tp_size).inputs:
+    for info in io.inputs:
         shapes = [
             ", ".join(str(d) if isinstance(d, int) else f"{sizes[d][0]} to {sizes[d][2]}" for d in info.shape)
             for sizes in ranges.values()

@@ -23,7 +23,8 @@ class Attributes(CacheAttributes):
 
 class ContextKvInsert(Op):
     name = "ContextKvInsert"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes(rope_dims=64, rope_theta=1e4, quant_width=512, quant_group=32, head_dim=512)
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         return (

@@ -16,7 +16,8 @@ class Attributes:
 
 class HcCollapse(Op):
     name = "HcCollapse"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes()
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         return (

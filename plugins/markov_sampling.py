@@ -33,7 +33,8 @@ class Attributes:
 
 class MarkovSampling(Op):
     name = "MarkovSampling"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes(block_size=5, sampling=True)
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         block = attributes.block_size

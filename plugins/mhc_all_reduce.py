@@ -45,7 +45,8 @@ def _mailbox(tp_size: int) -> tuple[TensorSpec, ...]:
 
 class MhcAllReduceResidualOnly(Op):
     name = "MhcAllReduceResidualOnly"
-    Attributes = ResidualAttributes
+    attributes_type = ResidualAttributes
+    widest = ResidualAttributes(tp_size=2)
 
     def inputs(self, attributes: ResidualAttributes) -> tuple[TensorSpec, ...]:
         return (
@@ -70,7 +71,8 @@ class MhcAllReduceResidualOnly(Op):
 
 class MhcAllReduce(Op):
     name = "MhcAllReduce"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes(tp_size=2, norm_eps=1e-6)
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         return (

@@ -27,7 +27,8 @@ class Attributes:
 
 class MhcCoefficients(Op):
     name = "MhcCoefficients"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes(rms_eps=1e-6, hc_eps=1e-6, sinkhorn_iters=20)
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         return (

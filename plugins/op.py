@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,7 +74,9 @@ class Op(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
-    Attributes: ClassVar[type]
+    attributes_type: ClassVar[type]
+    widest: ClassVar[Any]
+    """Attributes under which the operation has all its inputs."""
 
     @abstractmethod
     def inputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
@@ -83,8 +87,8 @@ class Op(ABC):
         """The outputs, in order; their symbols all occur in the inputs."""
 
     @abstractmethod
-    def reference(self, attributes: Any, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The outputs, computed with plain torch in the released rounding order."""
+    def reference(self, attributes: Any, *tensors: Any, **_: Any) -> Any:
+        """The output, or a tuple of them, computed with plain torch in the released rounding order."""
 
     @abstractmethod
     def onnx_body(self, attributes: Any, cast: str) -> str:
@@ -94,10 +98,14 @@ class Op(ABC):
         """Output index -> index of the input whose memory it shares."""
         return {}
 
+    def all_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs under whichever attributes there are most; fewer are a prefix of these."""
+        return self.inputs(self.widest)
+
     def field_kinds(self) -> dict[str, type]:
         """Attribute name -> the type that carries it in ONNX and in a plugin: int (also bool), float or str."""
         kinds = {"int": int, "bool": int, "float": float, "str": str}
-        return {f.name: kinds[str(f.type)] for f in dataclasses.fields(self.Attributes)}
+        return {f.name: kinds[str(f.type)] for f in dataclasses.fields(self.attributes_type)}
 
     def launch(
         self, attributes: Any, activation: str, shapes: Sequence[tuple[int, ...]], pointers: Sequence[int], stream: int
@@ -115,11 +123,12 @@ class Op(ABC):
         raise KernelUnavailableError(f"{describe_library()} has no kernel for {self.name}; use the torch backend")
 
     def __call__(self, *tensors: Tensor, **attributes: Any) -> Any:
-        values = self.Attributes(**attributes)
+        values = self.attributes_type(**attributes)
         bindings = self.bind(values, tensors)
         if torch.onnx.is_in_onnx_export():
             return self._emit(values, tensors, bindings)
-        return self.reference(values, *tensors)
+        execute = _executor.get()
+        return execute(self, values, tensors, bindings) if execute else self.reference(values, *tensors)
 
     def bind(self, attributes: Any, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Check ``tensors`` against the declaration and return symbol -> size, ``T`` -> dtype.
@@ -178,12 +187,28 @@ class Op(ABC):
         )
 
 
-def encode_attributes(attributes: Any) -> dict[str, int | float | str]:
+Executor = Callable[[Op, Any, Sequence[Tensor], dict[str, Any]], Any]
+"""Takes an operation, its attributes, its checked inputs and their bindings; returns the outputs."""
+
+_executor: ContextVar[Executor | None] = ContextVar("dspark_executor", default=None)
+
+
+@contextmanager
+def executor_scope(executor: Executor) -> Iterator[None]:
+    """Let ``executor`` compute every operation inside the ``with`` block instead of its reference."""
+    token = _executor.set(executor)
+    try:
+        yield
+    finally:
+        _executor.reset(token)
+
+
+def encode_attributes(attributes: Any) -> dict[str, Any]:
     """Attributes as an ONNX node carries them: bool as 0 / 1, integers checked to fit 31 bits.
 
     TensorRT cuts integers beyond 31 bits without a message, so such a value is refused here.
     """
-    encoded: dict[str, int | float | str] = {}
+    encoded: dict[str, Any] = {}
     for field in dataclasses.fields(attributes):
         value = getattr(attributes, field.name)
         if isinstance(value, bool):
@@ -202,7 +227,7 @@ def decode_attributes(op: Op, values: dict[str, Any]) -> Any:
     Raises:
         OpError: listing the missing, the unknown and the wrongly typed fields.
     """
-    fields, kinds = {f.name: f.type for f in dataclasses.fields(op.Attributes)}, op.field_kinds()
+    fields, kinds = {f.name: f.type for f in dataclasses.fields(op.attributes_type)}, op.field_kinds()
     missing, unknown = sorted(set(fields) - set(values)), sorted(set(values) - set(fields))
     decoded, wrong = {}, []
     for name in fields.keys() & values.keys():
@@ -215,4 +240,4 @@ def decode_attributes(op: Op, values: dict[str, Any]) -> Any:
             f"{op.name}: attributes missing {missing}, unknown {unknown}, of wrong type {wrong}; "
             "the model was exported by another version of this package, export it again"
         )
-    return op.Attributes(**decoded)
+    return op.attributes_type(**decoded)

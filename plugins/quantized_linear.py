@@ -25,7 +25,8 @@ class Attributes:
 
 class QuantizedLinear(Op):
     name = "QuantizedLinear"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes(block=32)
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         return (

@@ -32,7 +32,8 @@ class Attributes:
 
 class RoutedExperts(Op):
     name = "RoutedExperts"
-    Attributes = Attributes
+    attributes_type = Attributes
+    widest = Attributes(group=32, hidden_size=5120, intermediate_size=2304, swiglu_limit=10.0)
 
     def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
         hidden, inner = attributes.hidden_size, attributes.intermediate_size

@@ -7,6 +7,9 @@ from typing import Any
 
 import onnx
 import torch
+from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.network import TensorInfo
+from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import op as ops
 from dspark_trt.plugins.registry import ALL_OPS
 
@@ -42,7 +45,7 @@ def one_op_model(name: str, activation: str = "float32", *, function: bool = Tru
         changed: attributes that differ from :data:`ATTRIBUTES`.
     """
     op = ALL_OPS[name]
-    values = op.Attributes(**{**ATTRIBUTES[name], **changed})
+    values = op.attributes_type(**{**ATTRIBUTES[name], **changed})
 
     def info(spec: ops.TensorSpec) -> onnx.ValueInfoProto:
         dims = [SIZES.get(d, d) if isinstance(d, str) else d for d in spec.dims]
@@ -77,3 +80,14 @@ def profile_of(model: onnx.ModelProto, rows: tuple[int, int, int] = (1, 4, 8)) -
 def save(model: onnx.ModelProto, path: Path) -> Path:
     onnx.save(model, path)
     return path
+
+
+def stand_in_export(network: tuple[str, Path, int, BuildConfig], path: Path) -> ExportedModel:
+    """A model of one operation in place of a network; the file differs by rank."""
+    _, _, rank, build = network
+    model = one_op_model("HcCollapse", build.dtype)
+    model.graph.node[0].name = f"collapse_of_rank_{rank}"
+    onnx.save(model, path)
+    dtype = getattr(torch, build.dtype)
+    inputs = (TensorInfo("streams", dtype, ("T", 4, 128)), TensorInfo("pre", torch.float32, ("T", 4)))
+    return ExportedModel(path, inputs, ("hidden",), {"HcCollapse": 1})

@@ -126,8 +126,8 @@ class HyperConnectedLayer(nn.Module):
 
     def sublayer(self, kind: str) -> Sublayer:
         """``kind`` is "attn" or "ffn"."""
-        parts = (getattr(self, f"hc_{kind}_{part}") for part in ("fn", "scale", "base"))
-        return Sublayer(f"{self.name}_{kind}", *parts, getattr(self, f"{kind}_norm"))
+        fn, scale, base = (getattr(self, f"hc_{kind}_{part}") for part in ("fn", "scale", "base"))
+        return Sublayer(f"{self.name}_{kind}", fn, scale, base, getattr(self, f"{kind}_norm"))
 
 
 def register_hc_head(module: nn.Module, config: ModelConfig) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
-from dspark_trt.builder import cli
+from dspark_trt.builder import cli, network, onnx_export
 from dspark_trt.builder.config import ConfigError
 from dspark_trt.plugins import tensorrt_api
 
+from tests.one_op_models import stand_in_export
 from tests.released import tiny_config, write_checkpoint
-from tests.unit.test_engine_dir import stand_in_export
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(found := tensorrt_api.probe("tensorrt_rtx"), str):
         pytest.skip(f"TensorRT-RTX is not installed ({found})")
-    module = types.SimpleNamespace(export_draft=stand_in_export, export_target=stand_in_export)
-    monkeypatch.setitem(sys.modules, "dspark_trt.builder.onnx_export", module)
+    monkeypatch.setattr(network, "load_network", lambda *source: source)
+    monkeypatch.setattr(onnx_export, "export_network", stand_in_export)
 
 
 def one_line(text: str) -> str:
@@ -120,7 +119,23 @@ def test_build_writes_engines_and_the_next_step(
         "draft/rank0.engine",
     ):
         assert part in printed
-    assert "decode │ 1 to 3, best 1 │ 6 to 18, best 6 │ 3 to 3, best 3" in printed
+    assert "anchor_ids │ int32 │ 1 to 3 │ 1 to 3" in printed
+
+
+def test_a_released_checkpoint_becomes_an_engine(
+    released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The three commands in a row, with the real draft and plugin nodes; nothing but TensorRT-RTX is needed."""
+    if isinstance(found := tensorrt_api.probe("tensorrt_rtx"), str):
+        pytest.skip(f"TensorRT-RTX is not installed ({found})")
+    ranks, engines = str(tmp_path / "shards"), str(tmp_path / "engines")
+    assert cli.convert(["--checkpoint", str(released), "--output", ranks, "--draft-only"]) == 0
+    assert cli.build(["--checkpoint", ranks, "--output", engines, "--product", "tensorrt_rtx"]) == 0
+    assert cli.inspect([engines]) == 0
+    printed = one_line(capsys.readouterr().out)
+    for name in ("MhcCoefficients 1", "MhcAllReduce 1", "HcCollapse 1", "MarkovSampling 1", "DraftAttention 1"):
+        assert name in printed
+    assert "target/rank0.engine" not in printed
 
 
 def test_a_dry_build_prints_shapes_sizes_and_memory(
@@ -133,7 +148,8 @@ def test_a_dry_build_prints_shapes_sizes_and_memory(
     assert not output.exists()
     for part in ("lowering │ plugin, released numerics, bfloat16", "draft engine │ about ", "peak memory │ about "):
         assert part in printed
-    assert "decode │ 1 to 8, best 1 │ 6 to 48, best 6 │ 8 to 8, best 8" in printed
+    assert "target_features │ bfloat16 │ 6 to 48, 768 │ 1 to 256, 768" in printed
+    assert "kv_ring_2 │ bfloat16 │ 8, 32, 64 │ 8, 32, 64" in printed
 
 
 def test_building_from_a_released_checkpoint_points_to_convert(

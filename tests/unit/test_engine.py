@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 import onnx
+import onnx.inliner
 import onnx.parser
 import pytest
+import torch
 from dspark_trt.builder import engine
 from dspark_trt.builder.config import ConfigError, DraftConfig, Numerics, parse_configs
 from dspark_trt.builder.engine import (
@@ -22,6 +24,7 @@ from dspark_trt.builder.engine import (
     dimension_ranges,
     profiles_for,
 )
+from dspark_trt.builder.network import TensorInfo
 from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
@@ -164,21 +167,13 @@ def test_unknown_operations_are_named_with_what_is_known(
     assert message in str(caught.value) and "HcCollapse 1, " in str(caught.value)
 
 
-def test_a_dimension_with_one_size_in_every_profile_becomes_static(api: TensorRT, tmp_path: Path) -> None:
-    """Cache slots are a symbol of the exported model and a fact of the engine."""
+def test_a_static_size_that_is_dynamic_is_refused(api: TensorRT, tmp_path: Path) -> None:
+    """A kernel made for one number of slots would run on another."""
     model = one_op_model("ContextKvInsert")
     for value in (model.graph.input[3], model.graph.output[0]):
         value.type.tensor_type.shape.dim[0].dim_param = "S"
-    profile = profile_of(model)
-    profile["ring"] = ((4, 16, 32),) * 3
-    assert plan_of(api, model, tmp_path, profiles=[profile])
-    fixed = onnx.ModelProto.FromString(model.SerializeToString())
-    engine._fix_static_inputs(fixed, [profile])
-    sizes = [[d.dim_value for d in value.type.tensor_type.shape.dim] for value in fixed.graph.input]
-    assert sizes == [[0, 32], [0], [0], [4, 16, 32]]
-    profile["ring"] = ((4, 16, 32), (4, 16, 32), (5, 16, 32))
     with pytest.raises(EngineBuildError, match=r"ring is float32\[-1, 16, 32\], expected ring T\[S, W, 32\]"):
-        plan_of(api, model, tmp_path, profiles=[profile])
+        plan_of(api, model, tmp_path)
 
 
 def test_a_profile_must_cover_the_inputs(api: TensorRT, tmp_path: Path) -> None:
@@ -245,18 +240,16 @@ def draft() -> DraftConfig:
 def test_ranges_cover_prefill_and_captured_steps(draft: DraftConfig) -> None:
     build = BuildConfig(max_batch_size=4, max_input_len=100).checked(draft)
     ranges = dimension_ranges("draft", draft, build)
-    assert ranges["decode"] == {"R": (1, 1, 4), "T": (6, 6, 24), "S": (4, 4, 4)}
+    assert ranges["decode"] == {"R": (1, 1, 4), "T": (6, 6, 24)}
     assert ranges["context"]["T"] == (1, 50, 100)
     assert dimension_ranges("target", draft, build)["decode"]["T"] == (1, 6, 24)
     longer = dataclasses.replace(build, max_input_len=1000)
     assert dimension_ranges("draft", draft, longer)["context"]["T"][2] == 4 * 32  # windows hold no more
     assert dimension_ranges("target", draft, longer)["context"]["T"][2] == 1000
-    inputs = [("anchor_ids", "int32", ("R",)), ("kv_ring_0", "bfloat16", ("S", 32, 64))]
+    inputs = [TensorInfo("anchor_ids", torch.int32, ("R",)), TensorInfo("kv_ring_0", torch.bfloat16, (4, 32, 64))]
     profiles = profiles_for(inputs, ranges)
     assert [p["anchor_ids"] for p in profiles] == [((1,), (1,), (4,))] * 2
     assert profiles[0]["kv_ring_0"] == ((4, 32, 64),) * 3
-    with pytest.raises(EngineBuildError, match="input x has dimension 'Q'"):
-        profiles_for([("x", "int32", ("Q",))], ranges)
     with pytest.raises(ConfigError, match="checked"):
         dimension_ranges("draft", draft, BuildConfig())
 

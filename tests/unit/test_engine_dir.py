@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from dspark_trt.builder import engine_dir
+from dspark_trt.builder import engine_dir, network, onnx_export
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.config import ConfigError
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, build_engine_dir
+from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.library import PLUGIN_ABI
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
 
-from tests.one_op_models import one_op_model
+from tests.one_op_models import stand_in_export
 from tests.released import tiny_config, write_checkpoint
 
 BUILD = BuildConfig(max_batch_size=2, options=EngineOptions(compute_capabilities=("8.9",)))
@@ -46,24 +44,13 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "shards"
 
 
-def stand_in_export(shard_dir: Path, rank: int, output: Path, **options: Any) -> types.SimpleNamespace:
-    """A model of one operation in place of a network; the file differs by rank."""
-    model = one_op_model("HcCollapse", options["dtype"])
-    model.graph.node[0].name = f"collapse_of_rank_{rank}"
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "T"
-    onnx.save(model, output)
-    inputs = [("streams", options["dtype"], ("T", 4, 128)), ("pre", "float32", ("T", 4))]
-    return types.SimpleNamespace(path=output, plugin_counts={"HcCollapse": 1}, inputs=inputs)
-
-
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Puts a function in place of the exporter of both networks."""
+    """Puts a function in place of the exporter of both networks; a network is then what it is loaded from."""
 
     def replace(export: Callable[..., Any]) -> None:
-        module = types.SimpleNamespace(export_draft=export, export_target=export)
-        monkeypatch.setitem(sys.modules, "dspark_trt.builder.onnx_export", module)
+        monkeypatch.setattr(network, "load_network", lambda *source: source)
+        monkeypatch.setattr(onnx_export, "export_network", export)
 
     replace(stand_in_export)
     return replace
@@ -133,7 +120,7 @@ def test_a_matching_run_is_accepted(built: EngineDir, api: TensorRT) -> None:
     built.check_runtime("tensorrt_rtx", api.version, "8.9", 2, weights_hash=built.weights_hash)
 
 
-FLIPPED = {
+FLIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "product": ("TensorRT product: built for tensorrt_rtx, here tensorrt", {"product": "tensorrt"}),
     "version": ("TensorRT version: built for {version}, here 1.7.1.117", {"version": "1.7.1.117"}),
     "sm": ("compute capability: built for 8.9, here 9.0", {"compute_capability": "9.0"}),
@@ -146,7 +133,12 @@ FLIPPED = {
 def test_a_run_that_differs_in_one_field_is_refused(built: EngineDir, api: TensorRT, field: str) -> None:
     """ENG-2: each field of the header that a run can contradict; both values and the remedy."""
     message, change = FLIPPED[field]
-    facts = {"product": "tensorrt_rtx", "version": api.version, "compute_capability": "8.9", "world_size": 2}
+    facts: dict[str, Any] = {
+        "product": "tensorrt_rtx",
+        "version": api.version,
+        "compute_capability": "8.9",
+        "world_size": 2,
+    }
     with pytest.raises(EngineDirError) as caught:
         built.check_runtime(**{**facts, **change})
     expected = message.format(version=api.version, weights_hash=built.weights_hash)
@@ -245,11 +237,9 @@ def test_an_existing_directory_is_left_alone(built: EngineDir, api: TensorRT, sh
 def test_a_failed_build_leaves_nothing(
     api: TensorRT, shards: Path, tmp_path: Path, exporter: Callable[[Callable[..., Any]], None]
 ) -> None:
-    def export(shard_dir: Path, rank: int, output: Path, **options: Any) -> types.SimpleNamespace:
-        found = stand_in_export(shard_dir, rank, output, **options)
-        if rank == 1:
-            found.plugin_counts = {"HcCollapse": 2}
-        return found
+    def export(network: tuple[str, Path, int, BuildConfig], path: Path) -> ExportedModel:
+        found = stand_in_export(network, path)
+        return dataclasses.replace(found, plugin_counts={"HcCollapse": 1 + network[2]})
 
     exporter(export)
     with pytest.raises(EngineBuildError, match="HcCollapse 1 "):

@@ -34,7 +34,7 @@ def api() -> TensorRT:
 
 
 def attributes_of(op: Op, **changed: Any) -> Any:
-    return op.Attributes(**{**ATTRIBUTES[op.name], **changed})
+    return op.attributes_type(**{**ATTRIBUTES[op.name], **changed})
 
 
 def declared(op: Op, activation: str) -> tuple[list[TensorDesc], int]:

@@ -1,0 +1,92 @@
+// What every kernel file needs: activation types, 16-byte vectors, reductions and launch checks.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "dspark_plugins.h"
+
+// Functions of the C interface; everything else stays inside the library.
+#define DSPARK_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace dspark {
+
+constexpr int kStreams = 4;  // residual streams of a row (hc_mult)
+constexpr int kWarp = 32;
+
+template <typename T>
+__device__ __forceinline__ float to_float(T value);
+template <>
+__device__ __forceinline__ float to_float(float value) { return value; }
+template <>
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+template <>
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+
+// Round to nearest, ties to even.
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float(float value) { return value; }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float value) { return __float2bfloat16_rn(value); }
+template <>
+__device__ __forceinline__ __half from_float(float value) { return __float2half_rn(value); }
+
+// 16 bytes of T: the unit of every global access.
+template <typename T>
+struct alignas(16) Vector {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+};
+
+template <typename T>
+__device__ __forceinline__ Vector<T> load(const T* address) {
+  Vector<T> result;
+  *reinterpret_cast<uint4*>(&result) = *reinterpret_cast<const uint4*>(address);
+  return result;
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* address, const Vector<T>& value) {
+  *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(&value);
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  return value;
+}
+
+inline bool aligned(const void* pointer) {
+  return pointer != nullptr && reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+template <typename... P>
+bool all_aligned(P... pointers) { return (aligned(pointers) && ...); }
+
+// The status of the launch that just happened; clears CUDA's sticky-free last error.
+inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DSPARK_OK : DSPARK_LAUNCH_FAILED; }
+
+// Calls `function` with a null pointer of the activation type, so that it can be a generic lambda.
+template <typename F>
+int dispatch_activation(int activation, F&& function) {
+  switch (activation) {
+    case DSPARK_BFLOAT16: return function(static_cast<__nv_bfloat16*>(nullptr));
+    case DSPARK_FLOAT16: return function(static_cast<__half*>(nullptr));
+    case DSPARK_FLOAT32: return function(static_cast<float*>(nullptr));
+    default: return DSPARK_BAD_ACTIVATION;
+  }
+}
+
+}  // namespace dspark

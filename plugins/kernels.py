@@ -1,0 +1,113 @@
+"""Launches the CUDA kernels of ``libdspark_plugins.so``.
+
+References are what an operation computes by default; inside :func:`kernel_scope` calls on CUDA tensors
+launch kernels instead, on torch's current stream. TensorRT plugins call :func:`launch` directly with the
+addresses that an engine hands them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .abi import STATUS, c_name, fill_params
+from .library import KernelUnavailableError, load_library
+from .op import Op, executor_scope
+
+
+def launch(
+    op: Op,
+    attributes: Any,
+    activation: str,
+    sizes: Mapping[str, int],
+    pointers: Mapping[str, int],
+    workspace: int,
+    stream: int,
+) -> None:
+    """Enqueue an operation's kernels; returns at once.
+
+    Args:
+        activation: "bfloat16", "float16" or "float32".
+        sizes: symbol of the declaration -> size.
+        pointers: name of an input or output -> device address.
+        workspace: device address of :func:`workspace_bytes` bytes.
+        stream: a ``cudaStream_t``.
+
+    Raises:
+        KernelUnavailableError: the library lacks this operation.
+        RuntimeError: the kernel refused the call; the message says why.
+    """
+    params = fill_params(op, attributes, activation, sizes, pointers, workspace)
+    status = _function(c_name(op))(params, stream)
+    if status:
+        reason = STATUS.get(status, f"status {status}")
+        raise RuntimeError(f"{op.name}: {reason}; activation {activation}, sizes {dict(sizes)}, {attributes}")
+
+
+def workspace_bytes(op: Op, attributes: Any, activation: str, sizes: Mapping[str, int]) -> int:
+    """Bytes of scratch memory that a call of these sizes needs; it needs no initialisation."""
+    params = fill_params(op, attributes, activation, sizes, {})
+    return int(_function(f"{c_name(op)}_workspace")(params))
+
+
+def has_kernel(op: Op) -> bool:
+    """Whether the library on this machine implements ``op``."""
+    return hasattr(load_library(), c_name(op))
+
+
+@contextmanager
+def kernel_scope() -> Iterator[None]:
+    """Run operations on CUDA tensors by kernel inside the ``with`` block.
+
+    An operation that the library does not implement runs as its reference; :func:`has_kernel` tells.
+
+    Raises:
+        KernelUnavailableError: there is no usable library.
+    """
+    load_library()
+    with executor_scope(_execute):
+        yield
+
+
+def _execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mapping[str, Any]) -> Any:
+    if not tensors[0].is_cuda or not has_kernel(op):
+        return op.reference(attributes, *tensors)
+    device, activation = tensors[0].device, bindings.get("T", torch.float32)
+    fixed = {"T": activation, "float32": torch.float32, "int32": torch.int32, "int8": torch.int8}
+    aliases = op.aliases(attributes)
+    specs, inputs = op.outputs(attributes), op.inputs(attributes)
+    outputs = []
+    for i, spec in enumerate(specs):
+        shape = [d if isinstance(d, int) else bindings[d] for d in spec.dims]
+        outputs.append(
+            tensors[aliases[i]] if i in aliases else torch.empty(shape, dtype=fixed[spec.dtype], device=device)
+        )
+    strided = [s.name for s, t in zip(inputs, tensors, strict=True) if not t.is_contiguous()]
+    if strided:
+        raise ValueError(
+            f"{op.name}: {', '.join(strided)} must be contiguous; call .contiguous() where a copy is meant"
+        )
+    sizes = {k: int(v) for k, v in bindings.items() if k != "T"}
+    name = str(activation).removeprefix("torch.")
+    scratch = torch.empty(workspace_bytes(op, attributes, name, sizes), dtype=torch.uint8, device=device)
+    pointers = {s.name: t.data_ptr() for s, t in zip((*inputs, *specs), (*tensors, *outputs), strict=True)}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    launch(op, attributes, name, sizes, pointers, scratch.data_ptr(), stream)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _function(name: str) -> Any:
+    library = load_library()
+    try:
+        function = getattr(library, name)
+    except AttributeError:
+        raise KernelUnavailableError(f"{library._name} has no {name}; build it again from cpp_plugins") from None
+    if name.endswith("_workspace"):
+        function.restype = ctypes.c_size_t
+        return lambda params: function(ctypes.byref(params))
+    return lambda params, stream: function(ctypes.byref(params), ctypes.c_void_p(stream))

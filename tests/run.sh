@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Sets up an environment in .venv (kept between runs) and runs everything that needs no GPU: format,
+# lint, types, a wheel in an empty environment, and the tests. Extra arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+[[ -x .venv/bin/python ]] || "$python" -m venv .venv
+# shellcheck disable=SC1091
+source .venv/bin/activate
+python -m pip install --quiet --upgrade pip
+# Named first: an index that offers a CPU build of this release saves gigabytes.
+python -m pip install --quiet torch==2.13.0
+python -m pip install --quiet --editable '.[rtx,mpi,compare,plot,test]'
+
+echo "== format, lint, types"
+ruff format --check .
+ruff check .
+mypy builder plugins runtime_py examples/*.py
+
+echo "== tests"
+exec python -m pytest -q "$@"
