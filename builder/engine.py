@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Kind = Literal["draft", "target"]
+
+
 class ShapeRangeError(ValueError):
     """An input has a shape that no profile of the engine covers."""
 
@@ -103,9 +106,7 @@ class BuildConfig:
         return dataclasses.replace(self, num_draft_tokens=block)
 
 
-def dimension_ranges(
-    kind: Literal["draft", "target"], config: ModelConfig, build: BuildConfig
-) -> dict[str, dict[str, tuple[int, int, int]]]:
+def dimension_ranges(kind: Kind, config: ModelConfig, build: BuildConfig) -> dict[str, dict[str, tuple[int, int, int]]]:
     """Profile name -> dynamic dimension (R requests, T rows of a call) -> (smallest, optimal, largest).
 
     A decode call of the draft takes N + 1 context rows a request, one of the target the anchor and N

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..plugins.library import PLUGIN_ABI
 from ..plugins.registry import ALL_OPS
@@ -30,15 +30,13 @@ from .checkpoint import ShardConfig, rank_file_name, read_shard_config
 from .checkpoint.loading import CONFIG_NAME
 from .checkpoint.sharding import TOKENIZER_FILES
 from .config import ConfigError, DraftConfig, TargetConfig, from_dict, to_dict
-from .engine import BuildConfig, Lowering
+from .engine import BuildConfig, Kind, Lowering
 
 FORMAT = "dspark-trt engines"
 VERSION = 1
 """Raised whenever an older package would read a directory wrongly."""
 WEIGHTS = "weights"
 REBUILD = "dspark-build --checkpoint SHARDS --output DIR"
-
-Kind = Literal["draft", "target"]
 
 
 class EngineDirError(RuntimeError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,10 @@ from torch import Tensor, nn
 from .checkpoint.loading import load_shard, rank_file_name, read_shard_config
 from .checkpoint.tensor_file import CheckpointError
 from .config import DraftConfig, TargetConfig
-from .engine import BuildConfig
+from .engine import BuildConfig, Kind
 from .model.context import BuildContext, ignore
 from .model.draft import DraftModel
 from .model.target import TargetModel
-
-Kind = Literal["draft", "target"]
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,6 @@ import onnx.parser
 import torch
 from torch import Tensor
 
-from .library import KernelUnavailableError, describe_library, load_library
-
 DOMAIN = "dspark"
 OPSET = 19
 """Opset of exported models and function bodies; 19 is the first with FP8 casts."""
@@ -106,21 +104,6 @@ class Op(ABC):
         """Attribute name -> the type that carries it in ONNX and in a plugin: int (also bool), float or str."""
         kinds = {"int": int, "bool": int, "float": float, "str": str}
         return {f.name: kinds[str(f.type)] for f in dataclasses.fields(self.attributes_type)}
-
-    def launch(
-        self, attributes: Any, activation: str, shapes: Sequence[tuple[int, ...]], pointers: Sequence[int], stream: int
-    ) -> None:
-        """Enqueue the operation's kernel on a CUDA stream.
-
-        Args:
-            activation: the dtype ``T``.
-            shapes, pointers: of the inputs, then of the outputs, in device memory.
-
-        Raises:
-            KernelUnavailableError: no library with this kernel is here.
-        """
-        load_library()
-        raise KernelUnavailableError(f"{describe_library()} has no kernel for {self.name}; use the torch backend")
 
     def __call__(self, *tensors: Tensor, **attributes: Any) -> Any:
         values = self.attributes_type(**attributes)

@@ -275,7 +275,7 @@ def gpu_compute_capabilities() -> list[str]:
 def _make_log(module: Any) -> Any:
     """A TensorRT logger that keeps errors for the exception's text and forwards the rest to ``logging``."""
 
-    class Log(module.ILogger):  # type: ignore[name-defined]
+    class Log(module.ILogger):
         def __init__(self) -> None:
             module.ILogger.__init__(self)
             self.errors: list[str] = []

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from .kernels import launch
 from .library import PLUGIN_ABI, describe_library
 from .op import DOMAIN, Op, OpError, decode_attributes, encode_attributes, is_dynamic
 from .tensorrt_api import EngineBuildError, EngineLoadError, TensorRT
@@ -273,10 +274,16 @@ def _plugin_classes(api: TensorRT) -> tuple[type, type]:
             workspace: int,
             stream: int,
         ) -> None:
-            shapes = [tuple(d.dims) for d in (*input_descs, *output_descs)]
-            self.op.launch(self.attributes, describe(input_descs[0]).dtype, shapes, [*inputs, *outputs], stream)
+            specs = (*self.specs, *self.op.outputs(self.attributes))
+            sizes: dict[str, int] = {}
+            activation = "float32"
+            for spec, desc in zip(specs, (*input_descs, *output_descs), strict=True):
+                sizes |= {str(d): size for d, size in zip(spec.dims, desc.dims, strict=True)}
+                activation = describe(desc).dtype if spec.dtype == "T" else activation
+            pointers = {s.name: p for s, p in zip(specs, (*inputs, *outputs), strict=True)}
+            launch(self.op, self.attributes, activation, sizes, pointers, workspace, stream)
 
-    class OpCreator(trt.IPluginCreatorV3One):  # type: ignore[misc,name-defined]
+    class OpCreator(trt.IPluginCreatorV3One):
         def __init__(self, op: Op, failures: PluginFailures) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.op, self.failures = op, failures

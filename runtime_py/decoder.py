@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..builder.config import DraftConfig, TargetConfig
-from ..builder.engine import BuildConfig
+from ..builder.engine import BuildConfig, Kind
 from ..builder.engine_dir import WEIGHTS, EngineDir
-from ..builder.network import Kind, load_network
+from ..builder.network import load_network
 from .communicator import Communicator, connect
 from .requests import Completion, Request, RequestError, SamplingParams, Statistics
 from .session import Session, TorchSession
