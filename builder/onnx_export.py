@@ -46,9 +46,18 @@ class ExportedModel:
 
 
 class Probes(dict[str, Tensor]):
-    """Collects what a network's probe reports: pass ``Probes().record`` to ``load_network``."""
+    """Collects what a network's probe reports: pass ``Probes().record`` to ``load_network``.
+
+    With a draft's ``block_size``, rows of its blocks are kept as [R, B, ...] instead of [R * B, ...].
+    """
+
+    def __init__(self, block_size: int | None = None):
+        super().__init__()
+        self._block_size = block_size
 
     def record(self, name: str, tensor: Tensor) -> None:
+        if self._block_size and name.startswith("stage") and "_context_" not in name:
+            tensor = tensor.unflatten(0, (-1, self._block_size))
         self[name] = tensor
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .numerics import act_quant_dequant, apply_rope, rope_tables
+from .numerics import act_quant_dequant, apply_rope, pointwise, rope_tables
 
 KEY_BLOCK = 64
 """Keys that share one running maximum; part of the released rounding order."""
@@ -62,13 +62,13 @@ def sink_attention(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor) -> Tens
     for start in range(0, keys.shape[1], KEY_BLOCK):
         block = scores[..., start : start + KEY_BLOCK]
         new_maximum = torch.maximum(maximum, block.amax(-1))
-        correction = torch.exp(maximum - new_maximum)
-        p = torch.exp(block - new_maximum.unsqueeze(-1))
+        correction = pointwise(torch.exp, maximum - new_maximum)
+        p = pointwise(torch.exp, block - new_maximum.unsqueeze(-1))
         denominator = denominator * correction + p.sum(-1)
         weighted = torch.matmul(p.to(q.dtype).to(wide), keys[:, start : start + KEY_BLOCK].to(wide)).float()
         total = total * correction.unsqueeze(-1) + weighted
         maximum = new_maximum
-    denominator = denominator + torch.exp(sink - maximum)
+    denominator = denominator + pointwise(torch.exp, sink - maximum)
     out = (total / denominator.unsqueeze(-1)).to(q.dtype)
     return out.masked_fill(~valid.any(-1)[:, None, None], 0)
 

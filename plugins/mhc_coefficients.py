@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .numerics import pointwise
 from .op import Op, TensorSpec
 
 
@@ -50,8 +51,8 @@ class MhcCoefficients(Op):
     ) -> tuple[Tensor, ...]:
         eps = attributes.hc_eps
         mixes = project_streams(streams, fn, attributes.rms_eps)
-        pre = torch.sigmoid(mixes[:, :4] * scale[0] + base[:4]) + eps
-        post = 2 * torch.sigmoid(mixes[:, 4:8] * scale[1] + base[4:8])
+        pre = pointwise(torch.sigmoid, mixes[:, :4] * scale[0] + base[:4]) + eps
+        post = 2 * pointwise(torch.sigmoid, mixes[:, 4:8] * scale[1] + base[4:8])
         comb = (mixes[:, 8:] * scale[2] + base[8:]).unflatten(-1, (4, 4))
         comb = torch.softmax(comb, -1) + eps
         comb = comb / (comb.sum(-2, keepdim=True) + eps)

@@ -2,10 +2,14 @@
 
 Matrix products of 16-bit and 8-bit operands are accumulated in float64 on the CPU and rounded once to
 float32. Their terms are short enough that the sums are exact or nearly so, which makes a row's result
-independent of the rows beside it: speculative and plain decoding then see the same logits.
+independent of the rows beside it: speculative and plain decoding then see the same logits. Functions such
+as the sigmoid are evaluated in float64 there for the same reason: torch's vectorised and scalar code, and
+so an element's place in the tensor, differ in the last bit of float32.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,6 +26,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else weight.float() * y).to(x.dtype)
+
+
+def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of float32 x, the same for an element wherever it stands in the tensor."""
+    if x.device.type != "cpu" or torch.onnx.is_in_onnx_export():
+        return function(x)
+    return function(x.double()).float()
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import onnx_act_quant_dequant
-from .numerics import FP4_BLOCK, decode_e8m0, decode_fp4, quantized_matmul
+from .numerics import FP4_BLOCK, decode_e8m0, decode_fp4, pointwise, quantized_matmul
 from .op import Op, TensorSpec
 from .quantized_linear import onnx_decode
 
@@ -127,7 +127,7 @@ class RoutedExperts(Op):
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in float32."""
-    return F.silu(gate.float().clamp_max(limit)) * up.float().clamp(-limit, limit)
+    return pointwise(F.silu, gate.float().clamp_max(limit)) * up.float().clamp(-limit, limit)
 
 
 def _onnx_dequantize(name: str, rows: int, columns: int) -> str:

@@ -151,7 +151,7 @@ def fail_together(communicator: Communicator, *, debug: bool = False) -> Iterato
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:  # every way to fail must end the other ranks too
-        if debug or not isinstance(error, (ValueError, LaunchError)):
+        if debug or not type(error).__module__.startswith("dspark_trt."):
             traceback.print_exc()
         print(f"rank {communicator.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         communicator.abort(1)

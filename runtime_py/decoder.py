@@ -26,6 +26,7 @@ from ..builder.engine import BuildConfig, Kind
 from ..builder.engine_dir import WEIGHTS, EngineDir
 from ..builder.network import load_network
 from .communicator import Communicator, connect
+from .mapping import Mapping
 from .requests import Completion, Request, RequestError, SamplingParams, Statistics
 from .session import Session, TorchSession
 from .verification import verify_greedy
@@ -72,11 +73,12 @@ class Decoder:
         """
         directory = EngineDir.open(Path(engine_dir))
         communicator = communicator or connect(directory.tp_size)
+        mapping = Mapping(communicator.size, communicator.rank, directory.tp_size)
         if directory.target is None:
             raise RequestError(f"{engine_dir}: holds a draft without its target; decoding needs both")
 
         def session(kind: Kind) -> TorchSession:
-            network = load_network(kind, directory.path / WEIGHTS, communicator.rank, directory.build)
+            network = load_network(kind, directory.path / WEIGHTS, mapping.tp_rank, directory.build)
             return TorchSession(network, communicator)
 
         return cls(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from tests.configs import TinyCheckpoint
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,3 +19,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoint]:
+    """``tiny(variant, **overrides)``: a tiny checkpoint, written once a session for each set of arguments."""
+    made: dict[str, TinyCheckpoint] = {}
+
+    def make(variant: str, **overrides: Any) -> TinyCheckpoint:
+        key = json.dumps([variant, overrides], sort_keys=True)
+        if key not in made:
+            made[key] = TinyCheckpoint(tmp_path_factory.mktemp("tiny"), variant, overrides=overrides)
+        return made[key]
+
+    return make

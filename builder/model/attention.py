@@ -59,6 +59,11 @@ class LatentAttention(nn.Module):
     def insert(self, kv: Tensor, positions: Tensor, slots: Tensor, ring: Tensor) -> Tensor:
         return CONTEXT_KV_INSERT(kv, positions, slots, ring, **self.cache_attributes)
 
+    def cached(self, kv: Tensor, positions: Tensor) -> Tensor:
+        """The entries [rows, D] that :meth:`insert` writes for kv: each row goes to a ring of its own."""
+        rows = torch.arange(kv.shape[0], dtype=torch.int32, device=kv.device)
+        return self.insert(kv, positions, rows, kv.unsqueeze(1)).squeeze(1)
+
     def output(self, attended: Tensor) -> Tensor:
         """[rows, heads, D] -> [rows, H], this rank's partial sum. wo_a's input is not quantised."""
         grouped = attended.flatten(1).unflatten(-1, (self.groups, -1)).transpose(0, 1)

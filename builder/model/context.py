@@ -39,3 +39,8 @@ class BuildContext:
     @property
     def released(self) -> bool:
         return self.numerics is Numerics.RELEASED
+
+    @property
+    def probing(self) -> bool:
+        """Whether tensors that only a probe sees are worth computing."""
+        return self.probe is not ignore

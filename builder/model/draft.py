@@ -115,6 +115,8 @@ class DraftModel(nn.Module):
         for stage, ring in zip(stages, kv_rings, strict=True):
             kv = stage.attn.key_value(main_x)
             probe(f"{stage.name}_context_kv_normed", kv)
+            if self.context.probing:
+                probe(f"{stage.name}_context_kv", stage.attn.cached(kv, feature_positions))
             rings.append(stage.attn.insert(kv, feature_positions, feature_slots, ring))
 
         noise = torch.full_like(anchor_ids, config.noise_token_id).unsqueeze(1).expand(-1, config.block_size - 1)
@@ -122,9 +124,11 @@ class DraftModel(nn.Module):
         chain = StreamChain(config, self.context, () if mailbox is None else (mailbox,))
         state: Streams | None = None
         partial = x = self.embed.weight[ids.long()]
-        for stage, ring in zip(stages, rings, strict=True):
+        for index, (stage, ring) in enumerate(zip(stages, rings, strict=True)):
             attn, ffn = stage.sublayer("attn"), stage.sublayer("ffn")
             state, x = chain.enter(x, attn) if state is None else chain.cross(state, partial, attn)
+            if index:
+                probe(f"{stages[index - 1].name}_streams", state.values)
             partial = stage.attn(x, positions, slots, ring)
             probe(f"{stage.name}_attn_out", partial)
             state, x = chain.cross(state, partial, ffn)
@@ -133,6 +137,7 @@ class DraftModel(nn.Module):
             probe(f"{stage.name}_ffn_out", partial)
         assert state is not None
         state = chain.leave(state, partial)
+        probe(f"{last.name}_streams", state.values)
         hidden = collapse_head(last, state, config)
         probe("hidden_prenorm", hidden.unflatten(0, block))
 
@@ -148,5 +153,6 @@ class DraftModel(nn.Module):
             block_size=config.block_size,
             sampling=self.sampling,
         )
+        probe("corrected_logits", corrected)
         confidence = last.confidence_head(hidden.unflatten(0, block), features)
         return tokens, confidence, corrected, rings

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...plugins.hc_collapse import HC_COLLAPSE
 from ...plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
 from ...plugins.mhc_coefficients import MHC_COEFFICIENTS, project_streams
-from ...plugins.numerics import matmul
+from ...plugins.numerics import matmul, pointwise
 from ..config import HC_MULT, ModelConfig, Variant
 from .context import BuildContext
 from .layers import RmsNorm, frozen
@@ -143,7 +143,7 @@ def collapse_head(module: nn.Module, state: Streams, config: ModelConfig) -> Ten
     if config.variant is Variant.V4_1:
         return HC_COLLAPSE(state.values, state.pre)
     mixes = project_streams(state.values, module.hc_head_fn, config.rms_norm_eps)
-    pre = torch.sigmoid(mixes * module.hc_head_scale + module.hc_head_base) + config.hc_eps
+    pre = pointwise(torch.sigmoid, mixes * module.hc_head_scale + module.hc_head_base) + config.hc_eps
     return HC_COLLAPSE(state.values, pre)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...plugins.numerics import FP4_BLOCK, linear, matmul
+from ...plugins.numerics import FP4_BLOCK, linear, matmul, pointwise
 from ...plugins.routed_experts import ROUTED_EXPERTS, swiglu
 from ..config import ModelConfig
 from .context import BuildContext
@@ -31,7 +31,7 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, H], [rows] -> expert ids [rows, k] int32, weights [rows, k] float32."""
-        scores = F.softplus(matmul(x, self.weight)).sqrt()
+        scores = pointwise(F.softplus, matmul(x, self.weight)).sqrt()
         if hasattr(self, "tid2eid"):
             indices = self.tid2eid[input_ids.long()].long()
         elif torch.onnx.is_in_onnx_export():

@@ -1,0 +1,55 @@
+"""What the examples share: text to token ids and back, and why plans can't run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.plugins import tensorrt_api
+from dspark_trt.runtime_py.requests import RequestError
+from tokenizers import Tokenizer
+
+
+class Text:
+    """A directory's tokenizer, with the model's beginning-of-sequence token in front of every prompt."""
+
+    def __init__(self, directory: Path, bos_token_id: int | None):
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise RequestError(f"{file}: not found; text prompts need the checkpoint's tokenizer.json, copy it there")
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self._prefix = [] if bos_token_id is None else [bos_token_id]
+
+    def encode(self, text: str) -> list[int]:
+        return self._prefix + list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file, one a line; empty lines are passed over."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}; pass a file with one prompt a line") from None
+    if not (prompts := [line for line in lines if line.strip()]):
+        raise RequestError(f"{path}: no prompt in it; expected one a line")
+    return prompts
+
+
+def why_not_tensorrt(directory: EngineDir) -> str:
+    """Why an engine directory's plans aren't what runs here, as half a sentence."""
+    product, version = directory.tensorrt["product"], directory.tensorrt["version"]
+    found, gpus = tensorrt_api.probe(product), tensorrt_api.gpu_compute_capabilities()
+    if isinstance(found, str):
+        return f"its plans need {product} {version}, which is not installed here: {found}"
+    if not gpus:
+        wanted = " or ".join(directory.compute_capabilities)
+        return f"its plans, of {product} {version}, need a GPU of compute capability {wanted}; there is none here"
+    try:
+        directory.check_runtime(product, found.version, gpus[0], directory.tp_size)
+    except EngineDirError as error:
+        return str(error)
+    return "this version decodes with the torch session only"

@@ -1,0 +1,282 @@
+"""Decodes prompts with an engine directory, speculatively, on all its ranks.
+
+    mpirun -n 2 python examples/run.py --engine-dir ENGINES --prompt "It was" "She said"
+    mpirun -n 2 python examples/run.py --engine-dir ENGINES --compare-target-only --stats-json stats.json
+
+Every rank runs this program; rank 0 speaks. ``--compare-target-only`` decodes once more without drafts and
+wants the very same tokens: greedy speculative decoding changes how fast text comes, never which. The exit
+status is 1 if they differ, and 2 if nothing could be run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from _common import Text, read_prompts, why_not_tensorrt
+from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.plugins.tensorrt_api import TensorRTUnavailableError
+from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.decoder import Decoder
+from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
+from rich.console import Console
+from rich.table import Table
+
+COMMAND = "python examples/run.py --engine-dir DIR"
+PROFILING_RUNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Decode prompts with an engine directory; start it with mpirun -n RANKS."""
+
+    engine_dir: Path
+    """Directory that dspark-build wrote."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue."""
+    prompts_file: Path | None = None
+    """File with one text a line; without any prompt, those beside this script."""
+    max_output_len: int = 128
+    """Tokens a prompt, unless the model stops before."""
+    speculative: bool = True
+    """Decode with the draft."""
+    compare_target_only: bool = False
+    """Decode again without drafts and compare the token ids; exit status 1 if any differs."""
+    stats_json: Path | None = None
+    """Write the statistics here."""
+    plot: Path | None = None
+    """Draw the accepted tokens by position as PNG."""
+    backend: Literal["auto", "torch", "tensorrt"] = "auto"
+    """What executes the networks."""
+    check_lockstep: bool = False
+    """Compare the ranks' decisions at every step."""
+    stream: bool = False
+    """Print text as it comes; of several prompts, a line for each step of each."""
+    run_profiling: bool = False
+    """Decode three times more and print the times."""
+    debug: bool = False
+    """Show tracebacks."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    try:
+        directory = EngineDir.open(options.engine_dir)
+        communicator = connect(directory.tp_size, COMMAND)
+    except (EngineDirError, LaunchError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with fail_together(communicator, debug=options.debug):
+        return run(options, directory, communicator)
+    raise AssertionError("fail_together ends the job")
+
+
+def run(options: Options, directory: EngineDir, communicator: Communicator) -> int:
+    """Decode and report; returns the exit status, the same on every rank."""
+    # mpirun gives rank 0 a terminal even where its own output is a file, so no colours.
+    console = Console(quiet=communicator.rank != 0, soft_wrap=True, markup=False, highlight=False, color_system=None)
+    if directory.target is None:
+        raise RequestError(f"{directory.path}: holds a draft without its target; decoding needs both")
+    console.print(f"executor: {choose_executor(directory, options.backend)}; ranks: {communicator.size}")
+    text = Text(directory.path, directory.target.bos_token_id)
+    prompts = prompt_texts(options)
+    ids = [text.encode(prompt) for prompt in prompts]
+    params = SamplingParams(max_tokens=options.max_output_len)
+
+    def decoder(speculative: bool) -> Decoder:
+        return Decoder.from_dir(
+            options.engine_dir,
+            communicator=communicator,
+            speculative=speculative,
+            check_lockstep=options.check_lockstep,
+        )
+
+    main_decoder = decoder(options.speculative)
+    stream = Stream(console, text, prompts) if options.stream else None
+    completions, stats = main_decoder.generate(ids, params, stream)
+    check_ranks(completions, communicator)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if not stream:
+            console.print(f"\n> {prompt}\n{text.decode(completion.token_ids)}")
+    console.print()
+    if stats.proposed_per_position:
+        console.print(acceptance_table(stats))
+    console.print(summary_table(stats, len(prompts)))
+
+    status, report = 0, statistics(stats, directory, communicator, options)
+    if options.compare_target_only:
+        plain, plain_stats = decoder(False).generate(ids, params)
+        difference = first_difference(completions, plain, text)
+        report["identical_to_target_only"] = difference is None
+        report["target_only"] = dataclasses.asdict(plain_stats)
+        status = 0 if difference is None else 1
+        console.print(difference or "token ids are identical to target-only decoding")
+    if options.run_profiling:
+        report["profiling"] = profile(main_decoder, ids, params, console)
+    if communicator.rank == 0:
+        if options.stats_json:
+            options.stats_json.parent.mkdir(parents=True, exist_ok=True)
+            options.stats_json.write_text(json.dumps(report, indent=2) + "\n")
+        if options.plot:
+            plot_acceptance(stats, options.plot)
+    return status
+
+
+def choose_executor(directory: EngineDir, backend: Literal["auto", "torch", "tensorrt"]) -> str:
+    """What runs the networks here and why, as half a sentence.
+
+    Raises:
+        TensorRTUnavailableError: TensorRT was asked for and can't run these plans.
+    """
+    if backend == "torch":
+        return "torch session on the CPU (--backend torch)"
+    reason = why_not_tensorrt(directory)
+    if backend == "tensorrt":
+        raise TensorRTUnavailableError(f"--backend tensorrt: {reason}. Leave the option out to use the torch session")
+    return f"torch session on the CPU ({reason})"
+
+
+def prompt_texts(options: Options) -> list[str]:
+    if options.prompt and options.prompts_file:
+        raise RequestError("--prompt and --prompts-file were both given; pass one of them")
+    if options.prompt:
+        return list(options.prompt)
+    return read_prompts(options.prompts_file or Path(__file__).with_name("prompts.txt"))
+
+
+class Stream:
+    """Prints tokens as they are accepted: one prompt as running text, several as a line a step and prompt."""
+
+    def __init__(self, console: Console, text: Text, prompts: Sequence[str]):
+        self._console, self._text, self._several = console, text, len(prompts) > 1
+        self._ids: list[list[int]] = [[] for _ in prompts]
+        self._shown = [""] * len(prompts)
+        if not self._several:
+            console.print(f"> {prompts[0]}")
+
+    def __call__(self, index: int, tokens: list[int]) -> None:
+        self._ids[index] += tokens
+        whole = self._text.decode(self._ids[index])
+        if whole.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
+            return
+        new, self._shown[index] = whole[len(self._shown[index]) :], whole
+        line = f"{index}: {new!r}" if self._several else new
+        self._console.print(line, end="\n" if self._several else "")
+
+
+def check_ranks(completions: Sequence[Completion], communicator: Communicator) -> None:
+    """Raise RuntimeError unless every rank has the same completions."""
+    gathered = communicator.all_gather_object([c.token_ids for c in completions])
+    for rank, ids in enumerate(gathered):
+        if ids != gathered[0]:
+            raise RuntimeError(
+                f"rank {rank} produced other tokens than rank 0; run again with --check-lockstep to see where"
+            )
+
+
+def first_difference(found: Sequence[Completion], wanted: Sequence[Completion], text: Text) -> str | None:
+    """Where speculative and plain decoding part, as a sentence; None if they are the same to the token."""
+    for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for position, (a, b) in enumerate(zip_longest(ours.token_ids, theirs.token_ids)):
+            if a != b:
+                names = ["the end" if t is None else f"token {t} ({text.decode([t])!r})" for t in (a, b)]
+                return (
+                    f"prompt {index} differs from target-only decoding at output position {position}: "
+                    f"{names[0]} with drafts, {names[1]} without"
+                )
+        if ours.finish_reason != theirs.finish_reason:
+            return f"prompt {index} finished by {ours.finish_reason.value}, without drafts {theirs.finish_reason.value}"
+    return None
+
+
+def acceptance_table(stats: Statistics) -> Table:
+    table = Table("position", "proposed", "accepted", "share", "", title="accepted drafts by position")
+    for i, (n, k) in enumerate(zip(stats.proposed_per_position, stats.accepted_per_position, strict=True)):
+        share = k / n if n else 0.0
+        table.add_row(str(i + 1), str(n), str(k), f"{share:.0%}", "█" * round(share * 30))
+    return table
+
+
+def summary_table(stats: Statistics, prompts: int) -> Table:
+    table = Table(show_header=False, title="summary")
+    # The first token of each prompt comes from its prefill, not from a step.
+    tokens = stats.tokens + prompts
+    for name, value in {
+        "prompts": prompts,
+        "tokens": tokens,
+        "tokens a step": f"{stats.tokens_per_step:.2f}",
+        "prefill": f"{stats.prefill_seconds:.2f} s",
+        "target": f"{stats.target_seconds:.2f} s",
+        "draft": f"{stats.draft_seconds:.2f} s",
+        "together": f"{stats.total_seconds:.2f} s, {tokens / stats.total_seconds:.1f} tokens a second",
+    }.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def statistics(stats: Statistics, directory: EngineDir, communicator: Communicator, options: Options) -> dict[str, Any]:
+    """What ``--stats-json`` writes."""
+    return {
+        "tokens_per_step": stats.tokens_per_step,
+        "accepted_per_position": stats.accepted_per_position,
+        "proposed_per_position": stats.proposed_per_position,
+        "identical_to_target_only": None,
+        "world_size": communicator.size,
+        "speculative": options.speculative,
+        "max_output_len": options.max_output_len,
+        "executor": "torch",
+        "numerics": directory.build.numerics.value,
+        "dtype": directory.build.dtype,
+        "weights_hash": directory.weights_hash,
+        **{f.name: getattr(stats, f.name) for f in dataclasses.fields(stats) if "position" not in f.name},
+    }
+
+
+def profile(decoder: Decoder, ids: list[list[int]], params: SamplingParams, console: Console) -> list[dict[str, float]]:
+    """Seconds of further runs; the one before was the warm-up."""
+    table = Table("run", "prefill", "target", "draft", "together", title="seconds")
+    runs = []
+    for run_number in range(PROFILING_RUNS):
+        _, stats = decoder.generate(ids, params)
+        seconds = {name: getattr(stats, f"{name}_seconds") for name in ("prefill", "target", "draft", "total")}
+        runs.append(seconds)
+        table.add_row(str(run_number + 1), *(f"{value:.3f}" for value in seconds.values()))
+    console.print(table)
+    return runs
+
+
+def plot_acceptance(stats: Statistics, path: Path) -> None:
+    """Draw the share of drafts accepted at each position as a PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise RequestError("--plot needs matplotlib; install it with: pip install 'dspark-trt[plot]'") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shares = [k / max(n, 1) for n, k in zip(stats.proposed_per_position, stats.accepted_per_position, strict=True)]
+    positions = range(1, len(shares) + 1)
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    bars = axes.bar(positions, shares, color="#76b900")
+    axes.bar_label(bars, [f"{share:.0%}" for share in shares])
+    axes.set(
+        title=f"{stats.tokens_per_step:.2f} tokens a step",
+        xlabel="position in the draft block",
+        ylabel="share of drafts accepted",
+        xticks=positions,
+        ylim=(0, 1.05),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

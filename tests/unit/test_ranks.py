@@ -1,0 +1,106 @@
+"""Ranks: launcher detection, the wrong number of ranks, failing together, mappings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dspark_trt.plugins.collective import collective_scope, gather_ranks
+from dspark_trt.runtime_py.communicator import (
+    LaunchError,
+    SingleProcess,
+    connect,
+    fail_together,
+    launcher_ranks,
+)
+from dspark_trt.runtime_py.mapping import Mapping
+
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", LAUNCHER_VARIABLES)
+def test_launchers_are_recognised(name: str) -> None:
+    assert launcher_ranks({name: "4"}) == 4
+    assert launcher_ranks({}) is None
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_one_rank_needs_no_mpi() -> None:
+    assert isinstance(connect(1), SingleProcess)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_sharded_engines_without_a_launcher() -> None:
+    """TP-10: the message has the size wanted, what was found, and the command to use."""
+    with pytest.raises(LaunchError, match=r"built for 2 ranks.*without an MPI launcher.*mpirun -n 2 python run\.py"):
+        connect(2, "python run.py")
+
+
+class Recorder(SingleProcess):
+    rank = 1
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def abort(self, code: int) -> None:
+        self.code = code
+
+
+@pytest.mark.parametrize("error", [LaunchError("no launcher"), RuntimeError("lost device"), KeyboardInterrupt()])
+def test_a_failing_rank_ends_the_job(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    """TP-11: the error is printed with the rank, and every rank is told to stop."""
+    communicator = Recorder()
+    with fail_together(communicator):
+        raise error
+    assert communicator.code == 1
+    printed = capsys.readouterr().err
+    assert f"rank 1: {type(error).__name__}: {error}" in printed
+    # The package's own errors say what to do and need no traceback; surprises do.
+    assert ("Traceback" in printed) == (not isinstance(error, LaunchError))
+
+
+def test_a_rank_that_succeeds_aborts_nothing() -> None:
+    communicator = Recorder()
+    with fail_together(communicator):
+        pass
+    assert communicator.code is None
+
+
+@pytest.mark.parametrize("mapping", [Mapping(), Mapping(2, 1, 2), Mapping(world_size=8, rank=3, tp_size=8)])
+def test_mapping_round_trips(mapping: Mapping) -> None:
+    assert Mapping.from_dict(mapping.to_dict()) == mapping
+    assert mapping.tp_group[mapping.tp_rank] == mapping.rank
+    assert mapping.has_tp() == (mapping.tp_size > 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"world_size": 2, "rank": 0, "tp_size": 4}, "world_size is 2, tp_size 4"),
+        ({"world_size": 2, "rank": 2, "tp_size": 2}, r"rank is 2, expected 0\.\.1"),
+        ({"world_size": 2, "rank": -1, "tp_size": 2}, "rank is -1"),
+        ({"world_size": 0, "rank": 0, "tp_size": 0}, "expected the same positive number"),
+    ],
+)
+def test_impossible_mappings(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mapping.from_dict(values)
+
+
+def test_gathering_outside_a_scope() -> None:
+    """A sharded network that nobody connected says so instead of computing a partial sum."""
+    with pytest.raises(RuntimeError, match=r"sharded over 2 ranks ran outside collective_scope\(\)"):
+        gather_ranks(torch.zeros(3), 2)
+    with (
+        collective_scope(lambda t: t.unsqueeze(0)),
+        pytest.raises(RuntimeError, match="gathered 1 ranks, the network has 2"),
+    ):
+        gather_ranks(torch.zeros(3), 2)
+    assert gather_ranks(torch.ones(3), 1).shape == (1, 3)
