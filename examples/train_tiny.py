@@ -15,7 +15,6 @@ minutes::
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -25,10 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-
+from _released_format import FakeQuantized, save_checkpoint
 from dspark_trt.builder.config import Numerics, parse_configs
 from dspark_trt.builder.model.attention import DraftBlockAttention, LatentAttention
 from dspark_trt.builder.model.context import BuildContext
@@ -37,7 +33,9 @@ from dspark_trt.builder.model.hyper_connections import StreamChain, collapse_hea
 from dspark_trt.builder.model.layers import Fp8Linear
 from dspark_trt.builder.model.moe import ExpertWeights, Gate
 from dspark_trt.builder.model.target import TargetModel
-from dspark_trt.plugins.numerics import FP4_BLOCK, apply_rope, pow2_ceil, rope_tables
+from dspark_trt.plugins.numerics import FP4_BLOCK, apply_rope, rope_tables
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 HERE = Path(__file__).parent / "tiny"
 BOS, EOS, NOISE = 256, 257, 258
@@ -113,41 +111,6 @@ class TrainConfig:
     device: str = "cuda"
 
 
-# ------------------------------------------------------------------------------- quantised weights
-
-
-def quantize(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
-    """Weight divided by its power-of-two block scales, and the scales [..., N / bn, K / bk]."""
-    rows, columns = weight.shape[-2:]
-    blocks = weight.unflatten(-1, (columns // block[1], block[1])).unflatten(-3, (rows // block[0], block[0]))
-    scale = pow2_ceil(blocks.abs().amax((-3, -1), keepdim=True).clamp_min(1e-8) / largest)
-    return (blocks / scale).flatten(-2).flatten(-3, -2), scale.squeeze(-1).squeeze(-2)
-
-
-def round_fp4(codes: Tensor) -> Tensor:
-    """Nearest FP4 e2m1 value; ties to the even code."""
-    magnitude = codes.abs().clamp_max(6.0)
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return torch.copysign(torch.round(magnitude / step) * step, codes)
-
-
-class FakeQuantized(nn.Module):
-    """Rounds a weight as the checkpoint will store it; the gradient passes unchanged."""
-
-    def __init__(self, block: tuple[int, int], fp4: bool):
-        super().__init__()
-        self.block, self.fp4 = block, fp4
-
-    def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        scaled, scale = quantize(weight, self.block, 6.0 if self.fp4 else 448.0)
-        return round_fp4(scaled) if self.fp4 else scaled.to(torch.float8_e4m3fn).float(), scale
-
-    def forward(self, weight: Tensor) -> Tensor:
-        codes, scale = self.codes(weight.detach())
-        wide = scale.repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
-        return weight + (codes * wide - weight).detach()
-
-
 def prepare(model: nn.Module, generator: torch.Generator) -> None:
     """Initialise ``model`` and make its stored-quantised weights round themselves."""
     for name, p in model.named_parameters():
@@ -177,7 +140,7 @@ def prepare(model: nn.Module, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def balance_experts(gate: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
+def balance_experts(gate: Gate, _: Any, output: tuple[Tensor, Tensor]) -> None:
     """Nudge the selection bias towards equal use of the experts (training only)."""
     if not torch.is_grad_enabled() and not gate.training:
         return
@@ -411,75 +374,7 @@ def train(config: TrainConfig) -> None:
 
     learned = [p for p in draft.mtp.parameters() if p.requires_grad]
     Trainer(learned, draft_step, config, config.draft_steps).run(load_draft_batch, report_draft)
-    save_checkpoint(config.output, target, draft)
-
-
-# ---------------------------------------------------------------------------------------- checkpoint
-
-
-def released_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors under the released names, in the released dtypes."""
-    tensors: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            quantizer = module.parametrizations["weight"][0]
-            codes, scale = quantizer.codes(module.parametrizations["weight"].original.detach().cpu())
-            exponents = scale.to(torch.float8_e8m0fnu)
-            if not quantizer.fp4:
-                tensors |= {f"{prefix}.weight": codes.to(torch.float8_e4m3fn), f"{prefix}.scale": exponents}
-                continue
-            parent, _, name = prefix.rpartition(".")
-            nibbles = encode_fp4(codes)
-            packed = (nibbles[..., ::2] | (nibbles[..., 1::2] << 4)).view(torch.int8)
-            for e in range(codes.shape[0]):
-                tensors[f"{parent}.{e}.{name}.weight"] = packed[e].contiguous()
-                tensors[f"{parent}.{e}.{name}.scale"] = exponents[e].contiguous()
-        elif "parametrizations" not in prefix:
-            for name, p in module.named_parameters(recurse=False):
-                wide = name in ("attn_sink", "bias") or name.startswith("hc_")
-                tensors[f"{prefix}.{name}".lstrip(".")] = p.detach().cpu().to(torch.float32 if wide else torch.bfloat16)
-                if name == "bias":  # V4.1 ships a second bias for image tokens
-                    tensors[f"{prefix}.bias_vl"] = torch.zeros(p.shape)
-    return tensors
-
-
-def encode_fp4(codes: Tensor) -> Tensor:
-    """The 4-bit codes of FP4 values, uint8."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    return torch.bucketize(codes.abs(), values).to(torch.uint8) | (torch.signbit(codes).to(torch.uint8) << 3)
-
-
-def save_checkpoint(output: Path, target: TargetModel, draft: DraftModel) -> None:
-    """Write config.json, tokenizer.json, two shards and their index."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    output.mkdir(parents=True, exist_ok=True)
-    shards = {
-        "model-00001-of-00002.safetensors": released_tensors(target),
-        "model-00002-of-00002.safetensors": {k: v for k, v in released_tensors(draft).items() if k.startswith("mtp.")},
-    }
-    for name, tensors in shards.items():
-        save_file(tensors, output / name, metadata={"format": "pt"})
-    total = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
-    weight_map = {k: name for name, tensors in shards.items() for k in sorted(tensors)}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    (output / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-
-    alphabet = byte_alphabet()
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|begin|>", "<|end|>", "<|noise|>")])
-    tokenizer.save(str(output / "tokenizer.json"))
-    print(f"{output}: {total / 1e6:.2f} MB, {len(weight_map)} tensors")
-
-
-def byte_alphabet() -> list[str]:
-    """The printable character that byte-level tokenizers use for each byte, in byte order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+    save_checkpoint(config.output, CONFIG, target, draft)
 
 
 def main() -> None:

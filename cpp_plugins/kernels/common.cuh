@@ -78,6 +78,71 @@ bool all_aligned(P... pointers) { return (aligned(pointers) && ...); }
 // The status of the launch that just happened; clears CUDA's sticky-free last error.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DSPARK_OK : DSPARK_LAUNCH_FAILED; }
 
+// Major compute capability of the current device; 0 where it can't be asked.
+inline int device_major() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major;
+}
+
+// Programmatic dependent launch (Hopper and later): a kernel launched by `launch` may start while its
+// predecessor in the stream still runs. Before wait_for_predecessor() returns it may read only constants
+// (weights and addresses that no kernel in flight writes) and may write nothing.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the successor start. Called after wait_for_predecessor(), so that at most two kernels of a stream overlap.
+__device__ __forceinline__ void release_successor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Loads 16 bytes of a constant; stays where it is written, so also before wait_for_predecessor().
+template <typename T>
+__device__ __forceinline__ Vector<T> load_constant(const T* address) {
+  Vector<T> result;
+  uint4& bits = *reinterpret_cast<uint4*>(&result);
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(address));
+  return result;
+}
+
+struct LaunchShape {
+  dim3 grid;
+  unsigned threads;
+  unsigned cluster = 1;  // blocks along x that form a thread block cluster
+};
+
+// Launches a kernel that calls wait_for_predecessor(); returns a dspark_status.
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(shape.threads);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (device_major() >= 9) {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = 1;
+    if (shape.cluster > 1) {
+      attributes[1].id = cudaLaunchAttributeClusterDimension;
+      attributes[1].val.clusterDim.x = shape.cluster;
+      attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+      config.numAttrs = 2;
+    }
+  }
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+  return launch_status();
+}
+
 // Calls `function` with a null pointer of the activation type, so that it can be a generic lambda.
 template <typename F>
 int dispatch_activation(int activation, F&& function) {

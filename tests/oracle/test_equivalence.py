@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dspark_trt.builder.model.draft import DraftModel
@@ -44,6 +43,11 @@ def agree(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype 
             assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+def share_moved(found: Tensor, wanted: Tensor) -> float:
+    """Rms of the difference over the rms of ``wanted``."""
+    return float((found - wanted).double().square().mean().sqrt() / wanted.double().square().mean().sqrt())
+
+
 def run_passes(model: DraftModel, passes: list[DraftPass], slots: int = 4, mailbox: Tensor | None = None) -> list[Tensor]:
     """Tokens, confidence and logits of the last pass, then the rings."""
     rings = draft_rings(model, slots)
@@ -72,6 +76,8 @@ def feed(
 def sharded_target(
     checkpoint: TinyCheckpoint, tp_size: int, dtype: torch.dtype | None, tokens: Tensor
 ) -> list[list[Tensor]]:
+    checkpoint.shards(tp_size)
+
     def work(rank: int) -> list[Tensor]:
         model = checkpoint.target(dtype, tp_size=tp_size, rank=rank)
         mailbox = torch.zeros(tp_size, 2, dtype=torch.int32) if tp_size > 1 else None
@@ -82,6 +88,8 @@ def sharded_target(
 
 
 def sharded_draft(checkpoint: TinyCheckpoint, tp_size: int, dtype: torch.dtype | None) -> list[list[Tensor]]:
+    checkpoint.shards(tp_size)
+
     def work(rank: int) -> list[Tensor]:
         model = checkpoint.draft(dtype, tp_size=tp_size, rank=rank)
         mailbox = torch.zeros(tp_size, 2, dtype=torch.int32) if tp_size > 1 else None
@@ -112,14 +120,16 @@ def test_released_ranks_hold_the_same_bits(
     tiny: Tiny, variant: str, tp_size: int, record_property: Callable[[str, object], None]
 ) -> None:
     """SMP-9: every rank drafts the same tokens. How far the rounding of partial sums to bf16 moves the draft
-    away from one rank's result is measured, and bounded by what one FP8 code flip a sublayer explains."""
+    away from one rank's result is measured; the bound is the distance between the modes themselves."""
     checkpoint = tiny(variant)
     (whole,), shards = sharded_draft(checkpoint, 1, None), sharded_draft(checkpoint, tp_size, None)
     for shard in shards[1:]:
         agree(shard, shards[0], None)
-    moved = np.median(distances(to_numpy(shards[0][2]), to_numpy(whole[2])))
-    record_property(f"released logits, TP 1 to TP {tp_size}, median share of rms", float(moved))
-    assert moved < 0.5
+    # Slot 0: later slots follow their predecessors' tokens, and one near tie would decide the number.
+    moved = share_moved(shards[0][2][:, 0], whole[2][:, 0])
+    record_property(f"released draft logits, TP 1 to TP {tp_size}, rms share", moved)
+    print(f"{variant}: released draft logits move by {moved:.3f} of their rms from TP 1 to TP {tp_size}")
+    assert moved < 0.6
     agree(shards[0][3:4], whole[3:4], None)  # the first ring is replicated arithmetic
 
 
@@ -149,14 +159,14 @@ def test_sharded_network_outside_a_scope_says_so(tiny: Tiny) -> None:
 
 @variants
 @modes
-@pytest.mark.parametrize("chunks", [[32, 32, 32], [1] * 96, [5, 64, 27]], ids=["thirds", "single rows", "odd"])
+@pytest.mark.parametrize("chunks", [[24, 24, 24], [1] * 72, [5, 40, 27]], ids=["thirds", "single rows", "odd"])
 def test_chunked_prefill_equals_one_call(
     tiny: Tiny, variant: str, dtype: torch.dtype | None, chunks: list[int]
 ) -> None:
-    """Logits, features and rings of 96 rows (three windows) in one call and in pieces."""
-    model, tokens = tiny(variant).target(dtype), sequence(96, seed=2)
-    logits, features, rings = feed(model, tokens, 0, 1, target_rings(model, 2, rows=128))
-    found, pieces, start = [], target_rings(model, 2, rows=128), 0
+    """Logits, features and rings of 72 rows (over two windows) in one call and in pieces."""
+    model, tokens = tiny(variant).target(dtype), sequence(72, seed=2)
+    logits, features, rings = feed(model, tokens, 0, 1, target_rings(model, 2, rows=104))
+    found, pieces, start = [], target_rings(model, 2, rows=104), 0
     for size in chunks:
         one, two, pieces = feed(model, tokens[start : start + size], start, 1, pieces)
         found.append((one, two))
@@ -173,8 +183,8 @@ def test_decoding_with_rejected_drafts_equals_recomputation(
     """KV-3, KV-4: steps of an anchor and five drafts, 0, 5 or a random number right, with the smallest ring
     that serves them (W + 6). Each accepted row has the bits that one prefill of the final text gives it."""
     checkpoint = tiny(variant)
-    model, tokens = checkpoint.target(dtype), sequence(150, seed=3)
-    wanted, wanted_features, _ = feed(model, tokens, 0, 0, target_rings(model, 1, rows=182))
+    model, tokens = checkpoint.target(dtype), sequence(110, seed=3)
+    wanted, wanted_features, _ = feed(model, tokens, 0, 0, target_rings(model, 1, rows=142))
     rings = target_rings(model, 1, rows=checkpoint.keys["sliding_window"] + 6)
     found, features, rings = feed(model, tokens[:6], 0, 0, rings)
     agree([found, features], [wanted[:6], wanted_features[:6]], None)
@@ -187,7 +197,7 @@ def test_decoding_with_rejected_drafts_equals_recomputation(
         kept = slice(done, done + 1 + right)
         agree([found[: 1 + right], features[: 1 + right]], [wanted[kept], wanted_features[kept]], None)
         done, steps = done + 1 + right, steps + 1
-    assert steps > 25
+    assert steps > 20
 
 
 @variants
@@ -206,15 +216,15 @@ def test_ring_smaller_than_a_step_needs_is_seen(tiny: Tiny, variant: str, dtype:
 @variants
 @exact_modes
 def test_draft_context_in_one_call_equals_row_by_row(tiny: Tiny, variant: str, dtype: torch.dtype | None) -> None:
-    """KV-3: 90 positions through rings of 32, at once (only the last 32 stay) and one at a time."""
+    """KV-3: 40 positions through rings of 32, at once (only the last 32 stay) and one at a time."""
     checkpoint = tiny(variant)
     model = checkpoint.draft(dtype)
-    whole = draft_pass(checkpoint, {3: range(90)}, seed=5)
+    whole = draft_pass(checkpoint, {3: range(40)}, seed=5)
     rows = [
         DraftPass(
             whole.anchors, ids(p + 1), whole.slots, whole.features[p : p + 1], ids(p), whole.feature_slots[p : p + 1]
         )
-        for p in range(90)
+        for p in range(40)
     ]
     agree(run_passes(model, rows), run_passes(model, [whole]), None)
 
@@ -384,10 +394,9 @@ def test_distance_between_the_modes_is_measured(
     for dtype in (None, torch.float32):
         target, draft = checkpoint.target(dtype), checkpoint.draft(dtype)
         logits, features, _ = feed(target, tokens, 0, 0, target_rings(target, 1, rows=96))
-        drafted = run_passes(draft, two_steps(checkpoint))
-        results[dtype] = [to_numpy(t) for t in (logits, features, drafted[2])]
+        results[dtype] = [logits, features.float(), run_passes(draft, two_steps(checkpoint))[2][:, 0]]
     for name, released, wide in zip(("logits", "features", "draft logits"), *results.values(), strict=True):
-        rms = np.sqrt(np.mean((released - wide) ** 2) / np.mean(wide**2))
-        record_property(f"{name}: released to dequantized, rms share", float(rms))
-        print(f"{variant} {name}: released is {rms:.3f} of the rms away from dequantized")
-        assert 5e-3 < rms < 0.6, f"{name} moved by {rms}"
+        moved = share_moved(released, wide)
+        record_property(f"{name}: released to dequantized, rms share", moved)
+        print(f"{variant} {name}: released is {moved:.3f} of the rms away from dequantized")
+        assert 5e-3 < moved < 0.6
