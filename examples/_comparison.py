@@ -93,7 +93,7 @@ def compare_arrays(found: Any, wanted: Any) -> tuple[float, float] | str:
 
     NaN and infinities must be at the same places with the same sign; the finite values are compared.
     """
-    (ours_dtype, ours), (dtype, theirs) = _as_numpy(found), _as_numpy(wanted)
+    (ours_dtype, ours), (dtype, theirs) = as_numpy(found), as_numpy(wanted)
     if ours_dtype != dtype:
         return f"dtype {ours_dtype}, expected {dtype}"
     if ours.shape != theirs.shape:
@@ -112,10 +112,10 @@ def compare_arrays(found: Any, wanted: Any) -> tuple[float, float] | str:
 
 
 def _is_float(value: Any) -> bool:
-    return "float" in _as_numpy(value)[0]
+    return "float" in as_numpy(value)[0]
 
 
-def _as_numpy(value: Any) -> tuple[str, np.ndarray]:
+def as_numpy(value: Any) -> tuple[str, np.ndarray]:
     """The dtype's name and the values as float64, which holds every id, bfloat16 and float32 exactly."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), value.detach().cpu().double().numpy()

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from . import mhc_all_reduce
 from .library import PLUGIN_ABI
 from .op import Op, TensorSpec
 from .registry import ALL_OPS
@@ -101,6 +102,16 @@ def header() -> str:
         "enum dspark_activation { " + ", ".join(f"DSPARK_{n.upper()} = {v}" for n, v in ACTIVATIONS.items()) + " };",
         "enum dspark_status {",
         *(f"  DSPARK_{name} = {i},  // {STATUS[i]}" for i, name in enumerate(_STATUS_NAMES)),
+        "};",
+        "",
+        "// The mailbox of dspark_mhc_all_reduce, see kernels/mailbox.cuh.",
+        f"#define DSPARK_MAILBOX_ROWS {mhc_all_reduce.MAILBOX_ROWS}",
+        f"#define DSPARK_MAILBOX_GENERATIONS {mhc_all_reduce.MAILBOX_GENERATIONS}",
+        f"#define DSPARK_MAILBOX_HEADER_BYTES {mhc_all_reduce.MAILBOX_HEADER_BYTES}",
+        f"#define DSPARK_MAILBOX_SILENT_RANK {mhc_all_reduce.MAILBOX_SILENT_RANK}",
+        f"#define DSPARK_MAILBOX_MISFIT {mhc_all_reduce.MAILBOX_MISFIT}",
+        "enum dspark_mailbox_word {",
+        *(f"  DSPARK_MAILBOX_{name.upper()} = {i}," for name, i in mhc_all_reduce.MAILBOX_WORDS.items()),
         "};",
         "",
         "int dspark_plugin_abi(void);",

@@ -11,13 +11,16 @@ V4.1 knows ``pre`` before the reduction (it is the previous sublayer's), so all 
 operation. V4 needs a projection of streams' first: it uses :class:`MhcAllReduceResidualOnly`, steps 1
 and 2, as does the last boundary of both.
 
-With ``tp_size`` > 1 a mailbox input carries the peers' addresses as pairs of 32-bit halves; a plan holds
-no address.
+With ``tp_size`` > 1 a mailbox input [tp_size, 2] carries addresses as pairs of 32-bit halves (low, high): the
+region of this rank, then those of the ranks after it, cyclically, as mapped in this process; a plan holds no
+address. The kernel exchanges rows through these regions (``cpp_plugins/kernels/mailbox.cuh``), turning -0.0
+into +0.0 in every partial; the constants below are its layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,6 +29,28 @@ from .collective import gather_ranks
 from .hc_collapse import collapse
 from .numerics import rms_norm
 from .op import Op, TensorSpec
+
+MAILBOX_ROWS = 256
+"""Rows a call may have with several ranks; decides how large a mailbox is."""
+MAILBOX_GENERATIONS = 3
+MAILBOX_HEADER_BYTES = 128
+MAILBOX_WORDS = MappingProxyType(
+    {
+        "rank": 0,
+        "ranks": 1,
+        "hidden": 2,
+        "channel_bytes": 3,
+        "timeout_ms": 4,
+        "generation": 8,
+        "fault": 9,
+        "arrived": 10,
+    }
+)
+"""Index of each int32 of a region's header; the first five are constants, the others start at 0."""
+MAILBOX_SILENT_RANK = 1
+"""Fault ``MAILBOX_SILENT_RANK + r``: rank r did not publish within the timeout."""
+MAILBOX_MISFIT = 255
+"""Fault: a call had other ranks, channels or activation types than the mailbox was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)

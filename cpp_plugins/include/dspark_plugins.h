@@ -20,6 +20,23 @@ enum dspark_status {
   DSPARK_OVER_CAPACITY = 5,  // more rows than the mailbox holds
 };
 
+// The mailbox of dspark_mhc_all_reduce, see kernels/mailbox.cuh.
+#define DSPARK_MAILBOX_ROWS 256
+#define DSPARK_MAILBOX_GENERATIONS 3
+#define DSPARK_MAILBOX_HEADER_BYTES 128
+#define DSPARK_MAILBOX_SILENT_RANK 1
+#define DSPARK_MAILBOX_MISFIT 255
+enum dspark_mailbox_word {
+  DSPARK_MAILBOX_RANK = 0,
+  DSPARK_MAILBOX_RANKS = 1,
+  DSPARK_MAILBOX_HIDDEN = 2,
+  DSPARK_MAILBOX_CHANNEL_BYTES = 3,
+  DSPARK_MAILBOX_TIMEOUT_MS = 4,
+  DSPARK_MAILBOX_GENERATION = 8,
+  DSPARK_MAILBOX_FAULT = 9,
+  DSPARK_MAILBOX_ARRIVED = 10,
+};
+
 int dspark_plugin_abi(void);
 
 typedef struct {

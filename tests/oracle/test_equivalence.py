@@ -129,7 +129,7 @@ def test_released_ranks_hold_the_same_bits(
     moved = share_moved(shards[0][2][:, 0], whole[2][:, 0])
     record_property(f"released draft logits, TP 1 to TP {tp_size}, rms share", moved)
     print(f"{variant}: released draft logits move by {moved:.3f} of their rms from TP 1 to TP {tp_size}")
-    assert moved < 0.6
+    assert moved < 0.3
     agree(shards[0][3:4], whole[3:4], None)  # the first ring is replicated arithmetic
 
 
@@ -399,4 +399,4 @@ def test_distance_between_the_modes_is_measured(
         moved = share_moved(released, wide)
         record_property(f"{name}: released to dequantized, rms share", moved)
         print(f"{variant} {name}: released is {moved:.3f} of the rms away from dequantized")
-        assert 5e-3 < moved < 0.6
+        assert 5e-3 < moved < 0.3
