@@ -38,7 +38,7 @@ from typing import Literal
 import numpy as np
 import onnxruntime
 import tyro
-from _common import Text, read_prompts
+from _common import Text, read_prompts, why_not_tensorrt
 from _comparison import OutputResult, as_numpy, compare_results
 from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
 from dspark_trt.builder.checkpoint import ShardConfig, convert_checkpoint, read_shard_config
@@ -74,8 +74,6 @@ CALLS = 4
 """Calls of each network that are compared; the first ones of the decode, prefill among them."""
 TOKENS = 16
 """Tokens a prompt: enough for that many calls."""
-
-
 PROMPTS = Path(__file__).with_name("prompts.txt")
 
 
@@ -196,6 +194,8 @@ def compare(options: Options, shards: Path, builds: list[BuildConfig], communica
                     console.print(f"{name} left out: it {reason}")
                 if (other := first.setdefault(run.kind, run)) is not run:
                     console.print(distance_table(other, run, f"{run.kind}: from released to {build.dtype}, not judged"))
+    if options.engine_dir:
+        console.print(f"tensorrt left out: {why_not_tensorrt(EngineDir.open(options.engine_dir))}")
     failed = max(communicator.all_gather_object(failed))
     console.print(f"{failed} outputs differ" if failed else "all outputs agree")
     return 1 if failed else 0

@@ -102,12 +102,13 @@ __device__ __forceinline__ void release_successor() {
 #endif
 }
 
-// Loads 16 bytes of a constant; stays where it is written, so also before wait_for_predecessor().
+// Loads 16 bytes of a constant; stays where it is written, also before wait_for_predecessor() (a load through
+// the read-only path would be moved behind it).
 template <typename T>
 __device__ __forceinline__ Vector<T> load_constant(const T* address) {
   Vector<T> result;
   uint4& bits = *reinterpret_cast<uint4*>(&result);
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                : "l"(address));
   return result;
