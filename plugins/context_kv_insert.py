@@ -17,21 +17,13 @@ from .op import Op, TensorSpec
 class ContextKvInsert(Op):
     name = "ContextKvInsert"
     attributes_type = CacheAttributes
-    widest = CacheAttributes(rope_dims=64, rope_theta=1e4, quant_width=512, quant_group=32, head_dim=512)
-
-    def inputs(self, attributes: CacheAttributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("kv", "T", ("rows", attributes.head_dim)),
-            TensorSpec("positions", "int32", ("rows",)),
-            TensorSpec("slots", "int32", ("rows",)),
-            TensorSpec("ring", "T", ("S", "W", attributes.head_dim)),
-        )
-
-    def outputs(self, attributes: CacheAttributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("ring_out", "T", ("S", "W", attributes.head_dim)),)
-
-    def aliases(self, attributes: CacheAttributes) -> dict[int, int]:
-        return {0: 3}
+    all_inputs = (
+        TensorSpec("kv", "T", ("rows", "head_dim")),
+        TensorSpec("positions", "int32", ("rows",)),
+        TensorSpec("slots", "int32", ("rows",)),
+        TensorSpec("ring", "T", ("S", "W", "head_dim")),
+    )
+    all_outputs = (TensorSpec("ring_out", "T", ("S", "W", "head_dim"), alias="ring"),)
 
     def reference(
         self, attributes: CacheAttributes, kv: Tensor, positions: Tensor, slots: Tensor, ring: Tensor

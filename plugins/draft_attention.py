@@ -28,21 +28,15 @@ from .op import Op, TensorSpec
 class DraftAttention(Op):
     name = "DraftAttention"
     attributes_type = CacheAttributes
-    widest = CacheAttributes(rope_dims=64, rope_theta=1e4, quant_width=512, quant_group=32, head_dim=512)
-
-    def inputs(self, attributes: CacheAttributes) -> tuple[TensorSpec, ...]:
-        dim = attributes.head_dim
-        return (
-            TensorSpec("q", "T", ("requests", "B", "N", dim)),
-            TensorSpec("kv", "T", ("requests", "B", dim)),
-            TensorSpec("positions", "int32", ("requests",)),
-            TensorSpec("slots", "int32", ("requests",)),
-            TensorSpec("ring", "T", ("S", "W", dim)),
-            TensorSpec("sink", "float32", ("N",)),
-        )
-
-    def outputs(self, attributes: CacheAttributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("attended", "T", ("requests", "B", "N", attributes.head_dim)),)
+    all_inputs = (
+        TensorSpec("q", "T", ("requests", "B", "N", "head_dim")),
+        TensorSpec("kv", "T", ("requests", "B", "head_dim")),
+        TensorSpec("positions", "int32", ("requests",)),
+        TensorSpec("slots", "int32", ("requests",)),
+        TensorSpec("ring", "T", ("S", "W", "head_dim")),
+        TensorSpec("sink", "float32", ("N",)),
+    )
+    all_outputs = (TensorSpec("attended", "T", ("requests", "B", "N", "head_dim")),)
 
     def reference(
         self,

@@ -10,7 +10,9 @@ a zero row. The output is rotated back to the row's position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +31,18 @@ class Attributes(CacheAttributes):
 class TargetAttention(Op):
     name = "TargetAttention"
     attributes_type = Attributes
-    widest = Attributes(rope_dims=64, rope_theta=1e4, quant_width=512, quant_group=32, head_dim=512, window=128)
+    all_inputs = (
+        TensorSpec("q", "T", ("rows", "N", "head_dim")),
+        TensorSpec("positions", "int32", ("rows",)),
+        TensorSpec("slots", "int32", ("rows",)),
+        TensorSpec("ring", "T", ("S", "W", "head_dim")),
+        TensorSpec("sink", "float32", ("N",)),
+    )
+    all_outputs = (TensorSpec("attended", "T", ("rows", "N", "head_dim")),)
 
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        dim = attributes.head_dim
-        return (
-            TensorSpec("q", "T", ("rows", "N", dim)),
-            TensorSpec("positions", "int32", ("rows",)),
-            TensorSpec("slots", "int32", ("rows",)),
-            TensorSpec("ring", "T", ("S", "W", dim)),
-            TensorSpec("sink", "float32", ("N",)),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("attended", "T", ("rows", "N", attributes.head_dim)),)
+    def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
+        rows, window = sizes["W"], attributes.window
+        return "" if rows >= window else f"ring has {rows} rows a slot, expected {window} (the window) or more"
 
     def reference(
         self, attributes: Attributes, q: Tensor, positions: Tensor, slots: Tensor, ring: Tensor, sink: Tensor

@@ -22,8 +22,6 @@ from torch import Tensor
 from tests.released import language_keys, tiny_config, write_checkpoint
 
 VARIANTS = ("v4", "v4.1")
-SMALL_V4 = {"weight_block_size": 32}
-"""Blocks of 32 let a tiny V4 model split over two ranks."""
 
 
 def ids(*values: int) -> Tensor:

@@ -19,7 +19,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "v4.1": {"rope_dims": 16, "rope_theta": 1e4, "quant_width": 64, "quant_group": 32, "head_dim": 64},
     "dequantized": {"rope_dims": 16, "rope_theta": 1e4, "quant_width": 0, "quant_group": 32, "head_dim": 64},
 }
-SLOTS, WINDOW, HEADS, BLOCK, HIDDEN, VOCAB, RANK = 3, 32, 4, 5, 128, 97, 16
+SLOTS, WINDOW, HEADS, BLOCK, HIDDEN, VOCAB, RANK = 3, 128, 4, 5, 128, 97, 16
 ONNX_TYPES = {torch.float32: 1, torch.float16: 10, torch.int32: 6, torch.int8: 3}
 
 
@@ -149,7 +149,7 @@ def examples(activation: torch.dtype, rows: int = 7, seed: int = 0) -> list[Exam
         dim = cache["head_dim"]
         ring, sink = make.act(SLOTS, WINDOW, dim), 2 + make.uniform(HEADS)
         slots = make.integers(0, SLOTS, rows)
-        positions = make.integers(0, 80, rows)
+        positions = make.integers(0, 300, rows)
         add(
             f"DraftAttention {variant}",
             "DraftAttention",
@@ -177,7 +177,7 @@ def examples(activation: torch.dtype, rows: int = 7, seed: int = 0) -> list[Exam
             cache,
             make.act(rows, dim),
             # Consecutive positions of a slot, as every caller has them, across the ring's end.
-            29 + torch.stack([(slots[:i] == slots[i]).sum() for i in range(rows)]).int() if rows else slots,
+            126 + torch.stack([(slots[:i] == slots[i]).sum() for i in range(rows)]).int() if rows else slots,
             slots,
             ring,
         )

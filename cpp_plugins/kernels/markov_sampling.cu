@@ -170,20 +170,22 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
   const int count = static_cast<int>(static_cast<int64_t>(blockIdx.x + 1) * p.tiles / gridDim.x) - first;
   const int kept = Kept * workers;
   const int resident = min(count, kept + p.resident_slots);
-  const int first_streamed = resident + (warp + workers - resident % workers) % workers;
+  int passing = resident + (warp + workers - resident % workers) % workers;  // the tile in the warp's own slot
   const bool works = warp < workers;
-  const int streamed = works && first_streamed < count ? (count - 1 - first_streamed) / workers + 1 : 0;
+  const int streamed = works && passing < count ? (count - 1 - passing) / workers + 1 : 0;
 
-  const auto row_piece = [&](int tile, int half, int piece) {
+  // This thread's first bytes of a tile's row g or g + 8; its further ones are kPieceBytes apart.
+  const auto row_start = [&](int tile, int half) {
     const int row = min((first + tile) * kTileRows + g + 8 * half, p.vocab - 1);
-    return p.head + static_cast<int64_t>(row) * p.row_bytes + piece * kPieceBytes + t * 16;
+    return p.head + static_cast<int64_t>(row) * p.row_bytes + t * 16;
   };
   const auto copy_tile = [&](int tile, int slot) {
+    const unsigned char *upper = row_start(tile, 0), *lower = row_start(tile, 1);
     uint4* target = reinterpret_cast<uint4*>(slots + slot * slot_bytes(pieces)) + lane;
     for (int piece = 0; piece < pieces; ++piece) {
-      const bool inside = piece * kPieceBytes + t * 16 < p.row_bytes;
-      copy_async(target + (2 * piece) * kWarp, row_piece(tile, 0, inside ? piece : 0), inside);
-      copy_async(target + (2 * piece + 1) * kWarp, row_piece(tile, 1, inside ? piece : 0), inside);
+      const bool inside = Kept || piece * kPieceBytes + t * 16 < p.row_bytes;
+      copy_async(target + (2 * piece) * kWarp, upper + piece * kPieceBytes, inside);
+      copy_async(target + (2 * piece + 1) * kWarp, lower + piece * kPieceBytes, inside);
     }
   };
   // The base logits of a tile are asked for one step ahead; they don't fit anywhere but in L2.
@@ -202,15 +204,16 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
   };
 
   // Everything that will stay is asked for at once, in the order of use.
-  if (streamed > 0) copy_tile(first_streamed, warp);
+  if (streamed > 0) copy_tile(passing, warp);
   commit_copies();
   uint4 kept_rows[Kept ? Kept : 1][kKeptPieces][2];
 #pragma unroll
   for (int k = 0; k < Kept; ++k) {
+    const unsigned char *upper = row_start(warp + k * kWarps, 0), *lower = row_start(warp + k * kWarps, 1);
 #pragma unroll
     for (int piece = 0; piece < kKeptPieces; ++piece) {
-      kept_rows[k][piece][0] = load_once(row_piece(warp + k * kWarps, 0, piece));
-      kept_rows[k][piece][1] = load_once(row_piece(warp + k * kWarps, 1, piece));
+      kept_rows[k][piece][0] = load_once(upper + piece * kPieceBytes);
+      kept_rows[k][piece][1] = load_once(lower + piece * kPieceBytes);
     }
   }
   for (int tile = kept + warp; works && tile < resident; tile += workers) copy_tile(tile, workers + tile - kept);
@@ -244,12 +247,11 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
   for (int step = 0; step < p.block; ++step) {
     uint64_t best[Groups][2] = {};
     int passed = 0, stayed = 0, since = share;
-    for (int n = 0; n < staying + streamed; ++n) {
+    while (passed + stayed < staying + streamed) {
       // A streamed tile first, then its share of those that stay, while the next one is on its way. Streamed tiles
       // go back and forth: the last one of a step is still there for the next step.
       const bool streams = passed < streamed && (since >= share || stayed == staying);
-      const int order = step % 2 ? streamed - 1 - passed : passed;
-      const int tile = streams ? first_streamed + order * workers : warp + stayed * workers;
+      const int tile = streams ? passing : warp + stayed * workers;
       const int top_row = (first + tile) * kTileRows + g;
 
       float base[4];
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
       if (streams) {
         ++passed;
         since = 0;
-        if (passed < streamed) copy_tile(tile + (step % 2 ? -workers : workers), warp);
+        if (passed < streamed) copy_tile(passing += step % 2 ? -workers : workers, warp);
         commit_copies();
       } else {
         ++stayed;
@@ -360,6 +362,7 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
 }
 
 __global__ void clear_kernel(uint64_t* values, int count) {
+  wait_for_predecessor();
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i < count) values[i] = 0;
 }
@@ -382,8 +385,13 @@ int launch_chain(Problem p, const DeviceLimits& limits, cudaStream_t stream) {
   p.resident_slots = spare < tiles_per_block ? spare : tiles_per_block;
   const int shared = fixed + (p.workers + p.resident_slots) * slot_bytes(p.pieces);
   const int count = p.block * p.requests * grid;
-  const int status = launch(clear_kernel, dim3((count + kThreads - 1) / kThreads), kThreads, 0, false, stream, p.candidates, count);
-  return status ? status : launch(markov_kernel<T, Kept, Groups>, dim3(grid), kThreads, shared, true, stream, p);
+  LaunchShape shape{dim3((count + kThreads - 1) / kThreads), kThreads};
+  const int status = launch(clear_kernel, shape, stream, p.candidates, count);
+  if (status) return status;
+  shape.grid = dim3(grid);
+  shape.shared_bytes = shared;
+  shape.cooperative = true;
+  return launch(markov_kernel<T, Kept, Groups>, shape, stream, p);
 }
 
 // The requests from `first` on, `count` of them.

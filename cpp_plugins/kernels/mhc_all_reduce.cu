@@ -126,13 +126,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) boundary_kernel(const Boundary
   }
 }
 
-int multiprocessors() {
-  int device = 0, count = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 template <typename T, int kRanks, bool kResidualOnly>
 int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
   const int packs = b.width / kPack;
@@ -148,7 +141,9 @@ int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
   int clusters = std::min(b.rows, 65535);
   if (kRanks > 1) {
     // Registers allow 512 threads a multiprocessor; "+ 1" leaves room for clusters that don't fill one group of them.
-    const int resident = std::max(1, multiprocessors() * (kHopperThreads / threads) / (blocks + 1));
+    DeviceLimits limits;
+    if (!device_limits(&limits)) return DSPARK_LAUNCH_FAILED;
+    const int resident = std::max(1, limits.multiprocessors * (kHopperThreads / threads) / (blocks + 1));
     const int turns = (b.rows + resident - 1) / resident;
     clusters = (b.rows + turns - 1) / turns;
   }

@@ -10,6 +10,7 @@ import torch
 
 from tests.configs import VARIANTS, TinyCheckpoint
 from tests.oracle.comparison import (
+    FLOAT32,
     DraftPass,
     differences,
     distances,
@@ -19,23 +20,15 @@ from tests.oracle.comparison import (
     run_draft,
     run_target,
     to_numpy,
+    two_steps,
 )
 
 Tiny = Callable[..., TinyCheckpoint]
 
-FLOAT32 = 3e-5
-"""Share of a stage's rms. Rounding errors of 2^-24 through sums of up to 768 products and twelve sublayers
-reach 8e-6 here; the smallest fault of test_mutations moves a stage by 5e-4."""
 ROW_FLIPS = 6e-2
 """Released numerics, worst row, each stage from the same inputs: one bf16 bit in front of a quantiser may
 flip an FP8 code, which moves the row by 2e-2 to 4e-2 (spec 10.13). The median row has no flip."""
 MEDIAN = 1e-3
-
-
-def two_steps(checkpoint: TinyCheckpoint) -> list[DraftPass]:
-    """A context call and a decode step: one, 20 and 35 context rows, then rejected rows among the new ones."""
-    first = draft_pass(checkpoint, {2: range(1), 0: range(20), 1: range(30, 65)}, seed=1)
-    return [first, draft_pass(checkpoint, {2: range(1, 3), 0: range(20, 26), 1: range(65, 66)}, rejected=2, seed=2)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
