@@ -84,6 +84,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator) -> i
     console = Console(quiet=communicator.rank != 0, soft_wrap=True, markup=False, highlight=False, color_system=None)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; decoding needs both")
+    if options.plot and not options.speculative:
+        raise RequestError("--plot draws accepted drafts, and --no-speculative makes none; pass one of them")
     console.print(f"executor: {choose_executor(directory, options.backend)}; ranks: {communicator.size}")
     text = Text(directory.path, directory.target.bos_token_id)
     prompts = prompt_texts(options)

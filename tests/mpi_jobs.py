@@ -38,10 +38,11 @@ def mpirun(ranks: int) -> tuple[str, ...]:
     return (command, *flags, "-n", str(ranks))
 
 
-def run_job(ranks: int | None, *arguments: str | Path, timeout: float = 100) -> Job:
+def run_job(ranks: int | None, *arguments: str | Path, timeout: float = 180) -> Job:
     """Run a Python program on ``ranks`` ranks, or without a launcher for None."""
     command = [*(mpirun(ranks) if ranks else ()), sys.executable, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # A rank that waits gives its core to others; the machine may have other work.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -53,6 +54,6 @@ def run_job(ranks: int | None, *arguments: str | Path, timeout: float = 100) -> 
     return Job(process.returncode, out, err)
 
 
-def run_example(ranks: int | None, engines: Path, *arguments: str | Path, timeout: float = 100) -> Job:
+def run_example(ranks: int | None, engines: Path, *arguments: str | Path, timeout: float = 180) -> Job:
     """Run ``examples/run.py`` on an engine directory."""
     return run_job(ranks, EXAMPLES / "run.py", "--engine-dir", engines, *arguments, timeout=timeout)

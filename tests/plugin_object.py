@@ -1,7 +1,7 @@
 """Compiles the TensorRT plugins in C++ and drives their objects as TensorRT would, without a TensorRT.
 
 Headers decide which generation of plugins it is. They come from ``--tensorrt-include DIR`` (several times for
-several TensorRTs) or from where the system keeps them.
+several TensorRTs) or from where the system keeps them. Test modules name this one in ``pytest_plugins``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from dspark_trt.plugins.op import Op, encode_attributes
+from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.trt_plugin import TensorDesc
 
 CPP_PLUGINS = Path(__file__).resolve().parents[1] / "cpp_plugins"
@@ -23,6 +24,13 @@ STANDARD_PLACES = [
     Path(place)
     for place in ("/usr/include", "/usr/local/include", "/usr/local/tensorrt/include", "/opt/tensorrt/include")
 ] + [Path("/usr/include/x86_64-linux-gnu"), Path("/usr/include/aarch64-linux-gnu")]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ALL_OPS),
+    ("MhcAllReduce", {"tp_size": 2}),
+    ("MhcAllReduceResidualOnly", {"tp_size": 2}),
+    ("MarkovSampling", {"sampling": True}),
+]
+"""(operation, attributes that differ from those of tests/one_op_models.py): every set of inputs there is."""
 TYPES = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "bool": 4, "bfloat16": 7, "int64": 8}
 """``nvinfer1::DataType``."""
 INT, FLOAT, CHAR = 5, 1, 6
@@ -51,19 +59,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("tensorrt_include", places, ids=str, scope="session")
 
 
-def find_headers(tensorrt: Path | None) -> Headers:
+@pytest.fixture(scope="session")
+def headers(tensorrt_include: Path | None) -> Headers:
     """The headers, or a skip that names what is missing."""
-    if tensorrt is None:
+    if tensorrt_include is None:
         pytest.skip("TensorRT's headers were not found; --tensorrt-include DIR names the folder of NvInfer.h")
-    if not (tensorrt / "NvInferRuntime.h").is_file():
-        pytest.fail(f"--tensorrt-include {tensorrt}: there is no NvInferRuntime.h")
+    if not (tensorrt_include / "NvInferRuntime.h").is_file():
+        pytest.fail(f"--tensorrt-include {tensorrt_include}: there is no NvInferRuntime.h")
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to compile the plugins")
     nvcc = shutil.which("nvcc")
     guesses = [Path("/usr/local/cuda/include"), *([Path(nvcc).resolve().parents[1] / "include"] if nvcc else [])]
     for cuda in guesses:
         if (cuda / "cuda_runtime_api.h").is_file():
-            return Headers(tensorrt, cuda)
+            return Headers(tensorrt_include, cuda)
     pytest.skip(f"cuda_runtime_api.h was not found in {' or '.join(map(str, guesses))}")
 
 

@@ -129,7 +129,7 @@ inline bool device_limits(DeviceLimits* limits) {
 struct LaunchShape {
   dim3 grid;
   unsigned threads;
-  unsigned cluster = 1;       // blocks along x that form a thread block cluster
+  unsigned cluster = 0;       // blocks along x that form a thread block cluster; 0 for none
   unsigned shared_bytes = 0;  // dynamic shared memory of a block
   bool cooperative = false;   // all blocks run at once, and after the predecessor, or the launch fails
 };
@@ -159,7 +159,7 @@ int launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     config.numAttrs = 1;
-    if (shape.cluster > 1) {
+    if (shape.cluster > 0) {
       attributes[1].id = cudaLaunchAttributeClusterDimension;
       attributes[1].val.clusterDim.x = shape.cluster;
       attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;

@@ -62,14 +62,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1) boundary_kernel(const Boundary
   wait_for_predecessor();
   release_successor();
 
+  const bool clerk = threadIdx.x == blockDim.x - 1;  // keeps count of the blocks that have read the generation
+  unsigned arrived = 0;
   if constexpr (kRanks > 1) {
+    Pack<T> part = {};
+    if (active) part = load_pack(b.partial + blockIdx.y * width + column);
     mailbox.open();
-    for (int64_t row = blockIdx.y; row < b.rows && active; row += gridDim.y) {
-      mailbox.publish(load_pack(b.partial + row * width + column), row, column);
+    for (int64_t row = blockIdx.y; active && row < b.rows;) {
+      mailbox.publish(part, row, column);
+      row += gridDim.y;
+      if (row < b.rows) part = load_pack(b.partial + row * width + column);
     }
     __syncthreads();
-    if (threadIdx.x == blockDim.x - 1) mailbox.close(gridDim.x * gridDim.y);
-    __syncwarp();
+    if (clerk) arrived = mailbox.arrive(gridDim.x * gridDim.y);
   }
 
   for (int64_t row = blockIdx.y; row < b.rows; row += gridDim.y) {
@@ -124,6 +129,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) boundary_kernel(const Boundary
       }
     }
   }
+  // The count has long come back: nothing waited for it.
+  if (kRanks > 1 && clerk) mailbox.advance(arrived, gridDim.x * gridDim.y);
 }
 
 template <typename T, int kRanks, bool kResidualOnly>
@@ -148,7 +155,7 @@ int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
     clusters = (b.rows + turns - 1) / turns;
   }
   const LaunchShape shape{dim3(blocks, clusters), static_cast<unsigned>(threads),
-                          kResidualOnly ? 1u : static_cast<unsigned>(blocks)};
+                          kResidualOnly ? 0u : static_cast<unsigned>(blocks)};
   return launch(boundary_kernel<T, kRanks, kResidualOnly>, shape, stream, b);
 }
 

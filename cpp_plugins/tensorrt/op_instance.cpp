@@ -28,19 +28,20 @@ constexpr TypeName kTypes[] = {
     {DataType::kINT32, "int32", kUnknown},        {DataType::kINT8, "int8", kUnknown},
 };
 
+const TypeName* find_type(DataType type) {
+  const auto* const at = std::find_if(std::begin(kTypes), std::end(kTypes), [&](auto& t) { return t.type == type; });
+  return at == std::end(kTypes) ? nullptr : at;
+}
+
 std::string type_name(DataType type) {
-  for (const TypeName& known : kTypes) {
-    if (known.type == type) return known.name;
-  }
-  return "type " + std::to_string(static_cast<int>(type));
+  const TypeName* const known = find_type(type);
+  return known ? known->name : "type " + std::to_string(static_cast<int>(type));
 }
 
 // dspark_activation, or kUnknown for a type that activations don't have.
 int32_t activation_of(DataType type) {
-  for (const TypeName& known : kTypes) {
-    if (known.type == type) return known.activation;
-  }
-  return kUnknown;
+  const TypeName* const known = find_type(type);
+  return known ? known->activation : int32_t{kUnknown};
 }
 
 DataType type_of(const Tensor& spec, DataType activation) {
@@ -59,16 +60,13 @@ int64_t size_of(const Dim& dim, const Params& params) {
   return params.get<int64_t>(dim.offset);
 }
 
-template <typename Items, typename Text>
-std::string joined(const Items& items, const char* separator, Text&& text) {
+std::string joined(const std::vector<std::string>& parts, const char* separator) {
   std::string all;
-  for (const auto& item : items) all += (all.empty() ? "" : separator) + text(item);
+  for (const std::string& part : parts) all += (all.empty() ? "" : separator) + part;
   return all;
 }
 
-std::string listed(const std::vector<std::string>& words) {
-  return "[" + joined(words, ", ", [](const std::string& word) { return word; }) + "]";
-}
+std::string listed(const std::vector<std::string>& words) { return "[" + joined(words, ", ") + "]"; }
 
 // "streams T[rows, 4, H]"
 std::string declared(const Tensor& spec, const Params& params) {
@@ -86,9 +84,10 @@ std::string found(const PluginTensorDesc& tensor) {
   return type_name(tensor.type) + listed(sizes) + (linear ? "" : " in a format that is not linear");
 }
 
+// "int", "float[2]"
 std::string found(const PluginField& field) {
-  const bool known = field.type == PluginFieldType::kINT32 || field.type == PluginFieldType::kFLOAT32;
-  const std::string type = field.type == PluginFieldType::kINT32 ? "int" : known ? "float" : "neither int nor float";
+  const bool is_int = field.type == PluginFieldType::kINT32, is_float = field.type == PluginFieldType::kFLOAT32;
+  const std::string type = is_int ? "int" : is_float ? "float" : "neither int nor float";
   return type + (field.length == 1 ? "" : "[" + std::to_string(field.length) + "]");
 }
 
@@ -107,7 +106,7 @@ std::string known(const std::vector<const Tensor*>& tensors, const Params& param
       if (told && std::find(facts.begin(), facts.end(), fact) == facts.end()) facts.push_back(fact);
     }
   }
-  return joined(facts, ", ", [](const std::string& fact) { return fact; });
+  return joined(facts, ", ");
 }
 
 constexpr const char* kNoKernel = "libdspark_plugins.so has no kernel for it";
@@ -270,7 +269,7 @@ std::string OpInstance::bind(const TensorList& list, bool whole, Params* params)
                          (facts.empty() ? "" : " with " + facts));
     }
   }
-  return joined(problems, "; ", [](const std::string& problem) { return problem; });
+  return joined(problems, "; ");
 }
 
 std::string OpInstance::mismatch(const TensorList& list) const {

@@ -146,9 +146,8 @@ def one_gpu(report: Report, quick: bool) -> None:
                 facts = {"rows": rows, "hidden": HIDDEN, "cache": cache, "moved_bytes": moved_bytes(ours)}
                 report.add(name, timing, peers=beside, **facts)
     for rows in ROWS:
-        boundary, (_, *parameters) = boundary_inputs(rows), coefficient_inputs(rows)
+        boundary = boundary_inputs(rows)
         residual = KernelCall(MHC_ALL_REDUCE_RESIDUAL_ONLY, boundary[:4], tp_size=1)
-        size = sum(t.nbytes for t in (*boundary, *parameters)) + boundary[1].nbytes
         for cache in ("cold", "warm"):
             facts = {"rows": rows, "hidden": HIDDEN, "cache": cache}
             sets = cold_sets(moved_bytes(residual)) if cache == "cold" else 1
@@ -156,13 +155,17 @@ def one_gpu(report: Report, quick: bool) -> None:
                 lambda one: KernelCall(MHC_ALL_REDUCE_RESIDUAL_ONLY, one, tp_size=1).launch, boundary[:4], sets, replays
             )
             report.add("mhc_all_reduce_residual_only", timing, moved_bytes=moved_bytes(residual), **facts)
-            sets = cold_sets(size) if cache == "cold" else 1
-            side = torch.cuda.Stream()
-            for streams, other in ((1, None), (2, side)):
-                timing = time_sets(
-                    lambda one, other=other: Pair(one[:6], one[6:], other), [*boundary, *parameters], sets, replays
-                )
-                report.add("mhc_boundary_and_coefficients", timing, moved_bytes=size, streams=streams, **facts)
+            time_pairs(report, rows, cache, replays)
+
+
+def time_pairs(report: Report, rows: int, cache: str, replays: int, side: torch.cuda.Stream | None = None) -> None:
+    """A boundary, then the coefficients of its streams, which wait for it on ``side`` if that is given."""
+    boundary, (_, *parameters) = boundary_inputs(rows), coefficient_inputs(rows)
+    size = sum(t.nbytes for t in (*boundary, *parameters)) + boundary[1].nbytes
+    sets = cold_sets(size) if cache == "cold" else 1
+    timing = time_sets(lambda one: Pair(one[:6], one[6:], side), [*boundary, *parameters], sets, replays)
+    facts = {"rows": rows, "hidden": HIDDEN, "cache": cache, "streams": 1 if side is None else 2}
+    report.add("mhc_boundary_and_coefficients", timing, moved_bytes=size, **facts)
 
 
 def rank_main(rank: int, ranks: int, port: int, output: Path, quick: bool) -> None:
@@ -267,6 +270,11 @@ def main() -> None:
         return
     report = Report()
     one_gpu(report, arguments.quick)
+    report.write(arguments.output)
+    side = torch.cuda.Stream()
+    for rows in ROWS:
+        for cache in ("cold", "warm"):
+            time_pairs(report, rows, cache, 50, side)
     report.write(arguments.output)
 
 

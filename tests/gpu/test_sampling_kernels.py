@@ -321,7 +321,9 @@ def test_unsupported_shapes_are_refused(
 @pytest.mark.parametrize("name", ["base_logits", "anchor_ids", "embed", "head", "draft_tokens", "features", "seeds"])
 @pytest.mark.parametrize("offset", [None, 2])
 def test_bad_pointers_are_refused(name: str, offset: int | None) -> None:
-    one = KernelCall(MARKOV_SAMPLING, example(0, torch.bfloat16, 1, 100, 32, sampling=True), block_size=5, sampling=True)
+    one = KernelCall(
+        MARKOV_SAMPLING, example(0, torch.bfloat16, 1, 100, 32, sampling=True), block_size=5, sampling=True
+    )
     one.pointers[name] = 0 if offset is None else one.pointers[name] + offset
     with pytest.raises(RuntimeError, match="null or not aligned"):
         one.launch()

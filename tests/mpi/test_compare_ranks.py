@@ -10,7 +10,7 @@ import pytest
 from tests.example_scripts import EXAMPLES
 from tests.mpi_jobs import run_job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 COMPARE = EXAMPLES / "compare_accuracy.py"
 OPTIONS = ("--networks", "draft", "--num-prompts", "1")
 

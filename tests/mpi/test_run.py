@@ -20,7 +20,7 @@ from tests.example_scripts import EXAMPLES, load_example
 from tests.mpi_jobs import run_example, run_job
 
 Engines = Callable[[int], Path]
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 PROMPTS = (
     "It was",
@@ -30,7 +30,7 @@ PROMPTS = (
     "Norland Park, in the centre of their property, where,",
 )
 """One more than the engines have cache slots."""
-ENDS_WITHIN = 20.0
+ENDS_WITHIN = 30.0
 """Seconds from a failure to the end of the job; MPI's own teardown takes one or two on an idle machine."""
 
 
@@ -235,6 +235,14 @@ def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], 
     lines = error_lines(job.err)
     assert lines and all(re.match(rf"rank [01]: \w+: {message}", line) for line in lines), job.err
     assert "Traceback" not in job.err
+
+
+def test_a_plot_of_no_drafts(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        load_example("run").main(
+            ["--engine-dir", str(engines(1)), "--no-speculative", "--plot", str(tmp_path / "x.png")]
+        )
+    assert "--plot draws accepted drafts, and --no-speculative makes none" in capsys.readouterr().err
 
 
 def test_an_empty_prompts_file(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

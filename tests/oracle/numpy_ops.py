@@ -156,7 +156,8 @@ def sink_attention(
             total = total * np.exp(maximum - new) + rounding(p) @ part
             maximum = new
         if len(keys):
-            out[head] = total / (denominator + np.exp(sink[head] - maximum))
+            with np.errstate(over="ignore"):  # a sink far above every score leaves nothing
+                out[head] = total / (denominator + np.exp(sink[head] - maximum))
     return rounding(out)
 
 

@@ -1,4 +1,4 @@
-"""The TensorRT plugins in C++: the table, the objects driven one by one, and plans built through them.
+"""The TensorRT plugins in C++, their objects driven one by one; test_cpp_plans.py builds plans through them.
 
 Compiled here with g++ where TensorRT's headers are found. Instead of kernels there are recorders that keep the
 parameter struct they were called with.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from dspark_trt.plugins import abi, tensorrt_api
+from dspark_trt.plugins import abi
 from dspark_trt.plugins.library import PLUGIN_ABI
 from dspark_trt.plugins.op import Op, encode_attributes
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.trt_plugin import TensorDesc, check_tensors
 
-from tests.one_op_models import ATTRIBUTES, SIZES, one_op_model, save
+from tests.one_op_models import ATTRIBUTES, SIZES
 from tests.plugin_object import (
+    CASES,
     CHAR,
     CPP_PLUGINS,
     FLOAT,
@@ -37,20 +35,14 @@ from tests.plugin_object import (
     compile_shared,
     described,
     fields_of,
-    find_headers,
-    pytest_generate_tests,  # noqa: F401  (pytest finds it here)
 )
 
+pytest_plugins = ["tests.plugin_object"]
+
 FLOATS = ("float32", "float16", "bfloat16")
+IDS = [name + "".join(f" {k}={v}" for k, v in changed.items()) for name, changed in CASES]
 CALL = {**SIZES, "rows": 5, "requests": 2}
 Messages = Callable[[], str]
-CASES = [
-    *((name, {}) for name in ALL_OPS),
-    ("MhcAllReduce", {"tp_size": 2}),
-    ("MhcAllReduceResidualOnly", {"tp_size": 2}),
-    ("MarkovSampling", {"sampling": True}),
-]
-IDS = [name + "".join(f" {k}={v}" for k, v in changed.items()) for name, changed in CASES]
 
 
 @pytest.mark.parametrize(
@@ -58,11 +50,6 @@ IDS = [name + "".join(f" {k}={v}" for k, v in changed.items()) for name, changed
 )
 def test_generated_files_are_up_to_date(file: str, text: Callable[[], str]) -> None:
     assert (CPP_PLUGINS / file).read_text() == text(), f"python -m dspark_trt.plugins.abi makes cpp_plugins/{file}"
-
-
-@pytest.fixture(scope="session")
-def headers(tensorrt_include: Path | None) -> Headers:
-    return find_headers(tensorrt_include)
 
 
 RECORDERS = """
@@ -123,7 +110,8 @@ def messages(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     return lambda: capfd.readouterr().err + caplog.text
 
 
-def make(driver: Driver, name: str, **changed: Any) -> tuple[Plugin, Op, Any]:
+def make_plugin(driver: Driver, name: str, **changed: Any) -> tuple[Plugin, Op, Any]:
+    """A plugin of an operation, the operation and its attributes; or a skip where TensorRT 8 can't carry its bytes."""
     op = ALL_OPS[name]
     values = op.attributes_type(**{**ATTRIBUTES[name], **changed})
     plugin = driver.create(name, fields_of(values))
@@ -144,9 +132,11 @@ def test_every_operation_is_created_or_refused_for_its_bytes(driver: Recorded, m
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES, ids=IDS)
-def test_verdicts_on_tensors_are_those_of_the_python_plugin(driver: Recorded, name: str, changed: dict) -> None:
+def test_verdicts_on_tensors_are_those_of_the_python_plugin(
+    driver: Recorded, name: str, changed: dict[str, Any]
+) -> None:
     """ENG-4, NVIDIA/TensorRT-LLM#13710: every tensor in every type, with every size off by one or unknown."""
-    plugin, op, values = make(driver, name, **changed)
+    plugin, op, values = make_plugin(driver, name, **changed)
     seen = set()
     for activation in FLOATS if driver.is_v3 else FLOATS[:2]:
         tensors, inputs = described(op, values, activation, SIZES)
@@ -168,9 +158,9 @@ def test_verdicts_on_tensors_are_those_of_the_python_plugin(driver: Recorded, na
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES, ids=IDS)
-def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name: str, changed: dict) -> None:
+def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name: str, changed: dict[str, Any]) -> None:
     """TensorRT rule 6; the plugin that wrote the plan is gone when it is read."""
-    plugin, _, values = make(driver, name, **changed)
+    plugin, _, values = make_plugin(driver, name, **changed)
     words = [PLUGIN_ABI]
     for value in encode_attributes(values).values():
         words.append(struct.unpack("<i", struct.pack("<f", value))[0] if isinstance(value, float) else value)
@@ -182,9 +172,11 @@ def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name:
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES, ids=IDS)
-def test_kernels_get_the_parameters_that_python_gives_them(driver: Recorded, name: str, changed: dict) -> None:
+def test_kernels_get_the_parameters_that_python_gives_them(
+    driver: Recorded, name: str, changed: dict[str, Any]
+) -> None:
     """One struct, filled by two languages; and the workspace is asked for at the profile's maximum."""
-    plugin, op, values = make(driver, name, **changed)
+    plugin, op, values = make_plugin(driver, name, **changed)
     plugin = plugin.reload() or plugin
     for activation in FLOATS if driver.is_v3 else FLOATS[:2]:
         tensors, inputs = described(op, values, activation, CALL)
@@ -260,7 +252,7 @@ def test_a_plan_of_another_abi_is_refused(driver: Recorded, messages: Messages, 
 
 def test_sizes_that_do_not_fit_are_refused_at_run_time(driver: Recorded, messages: Messages) -> None:
     """ENG-6: nothing is launched, and the message has layer, tensor, found, expected."""
-    plugin, op, values = make(driver, "HcCollapse")
+    plugin, op, values = make_plugin(driver, "HcCollapse")
     tensors, inputs = described(op, values, "float32", CALL)
     tensors[1] = TensorDesc("float32", (6, 4))
     plugin = plugin.reload() or plugin
@@ -273,7 +265,7 @@ def test_sizes_that_do_not_fit_are_refused_at_run_time(driver: Recorded, message
 
 @pytest.mark.parametrize("status", range(1, 6))
 def test_what_a_kernel_refuses_is_told_in_words(driver: Recorded, messages: Messages, status: int) -> None:
-    plugin, op, values = make(driver, "MhcAllReduce")
+    plugin, op, values = make_plugin(driver, "MhcAllReduce")
     tensors, inputs = described(op, values, "float16", CALL)
     plugin = plugin.reload() or plugin
     driver.answer(status)
@@ -286,7 +278,7 @@ def test_shapes_that_the_kernel_was_not_built_for_are_refused_while_building(
     driver: Recorded, messages: Messages
 ) -> None:
     """The kernel is asked with null pointers, so that it can only complain; too many rows are only a warning."""
-    plugin, op, values = make(driver, "HcCollapse")
+    plugin, op, values = make_plugin(driver, "HcCollapse")
     tensors, inputs = described(op, values, "float32", SIZES)
     for status, refused in ((0, False), (3, False), (5, False), (1, True), (2, True), (4, True)):
         driver.answer(status)
@@ -299,7 +291,7 @@ def test_shapes_that_the_kernel_was_not_built_for_are_refused_while_building(
 
 def test_addresses_are_not_followed_while_an_engine_is_built(driver: Recorded, messages: Messages) -> None:
     """TensorRT rule 5: while it times a plugin, a mailbox holds anything."""
-    plugin, op, values = make(driver, "MhcAllReduce", tp_size=2)
+    plugin, op, values = make_plugin(driver, "MhcAllReduce", tp_size=2)
     tensors, inputs = described(op, values, "float32", CALL)
     assert plugin.enqueue(tensors, inputs, [64] * len(tensors)) == 0
     assert driver.calls == 0 and "not run while an engine is built, when mailbox holds no addresses" in messages()
@@ -310,7 +302,7 @@ def test_addresses_are_not_followed_while_an_engine_is_built(driver: Recorded, m
 
 def test_an_update_in_place_refuses_two_addresses(driver: Recorded, messages: Messages) -> None:
     """TensorRT rule 10: it may have put a copy between; while it times, it may give what memory it likes."""
-    plugin, op, values = make(driver, "ContextKvInsert")
+    plugin, op, values = make_plugin(driver, "ContextKvInsert")
     tensors, inputs = described(op, values, "float32", CALL)
     pointers = [64, 128, 192, 256, 320]
     assert plugin.enqueue(tensors, inputs, pointers) == 0
@@ -321,136 +313,14 @@ def test_an_update_in_place_refuses_two_addresses(driver: Recorded, messages: Me
     assert driver.calls == 0 and "ring and ring_out have different addresses, expected one" in messages()
 
 
-# From here on: plans, in processes of their own, as what one has registered stays.
-
-
-@pytest.fixture(scope="session")
-def plain(headers: Headers, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library without kernels."""
-    return compile_plugins(tmp_path_factory.mktemp("plain"), headers)
-
-
-@pytest.fixture(scope="session")
-def for_rtx(headers: Headers, plain: Path) -> Path:
-    if not headers.is_v3:
-        pytest.skip("TensorRT-RTX has no IPluginV2")
-    if isinstance(found := tensorrt_api.probe("tensorrt_rtx"), str):
-        pytest.skip(f"TensorRT-RTX is not installed ({found})")
-    return plain
-
-
-SCRIPT = """
-import ctypes, logging, sys
-from pathlib import Path
-from dspark_trt.plugins import tensorrt_api
-logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(message)s")
-library, ways, *models = sys.argv[1:]
-api = tensorrt_api.load("tensorrt_rtx")
-trt = api.module
-registry = trt.get_plugin_registry()
-for way in ways.split("+"):
-    if way == "ctypes":
-        ctypes.CDLL(library)
-    elif way == "unload":
-        registry.deregister_library(handle)
-    else:
-        handle = registry.load_library(library)
-    print("registered", sum(c.plugin_namespace == "dspark" for c in registry.all_creators))
-for model in models:
-    try:
-        parsed = api.parse(Path(model).read_bytes(), Path(model))
-        for i in range(parsed.network.num_layers):
-            layer = parsed.network.get_layer(i)
-            if layer.type.name == "PLUGIN_V3":
-                layer.__class__ = trt.IPluginV3Layer
-                core = layer.plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
-                name = f"{core.plugin_namespace}.{core.plugin_name}.{core.plugin_version}"
-                shapes = [list(layer.get_output(i).shape) for i in range(layer.num_outputs)]
-                print("layer", name, core.api_language.name, shapes)
-        profile = {}
-        for i in range(parsed.network.num_inputs):
-            tensor = parsed.network.get_input(i)
-            profile[tensor.name] = tuple(tuple(n if d == -1 else d for d in tensor.shape) for n in (1, 4, 8))
-        print("plan", len(parsed.build([profile], tensorrt_api.EngineOptions())) > 0)
-    except tensorrt_api.EngineBuildError as error:
-        print("refused", error)
-"""
-
-
-def run_script(library: Path, ways: str, *models: Path) -> list[str]:
-    """What the script has to say, and errors of TensorRT and of the plugins."""
-    command = [sys.executable, "-c", SCRIPT, library, ways, *models]
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    words = ("registered", "layer", "plan", "refused", "ERROR")
-    return [line for line in done.stdout.splitlines() if line.startswith(words)]
-
-
-def plugin_model(name: str, activation: str = "bfloat16", **changed: Any) -> onnx.ModelProto:
-    """A model without functions, whose node says which plugin it means."""
-    model = one_op_model(name, activation, function=False, **changed)
-    for attribute, value in (("plugin_version", "1"), ("plugin_namespace", "dspark")):
-        model.graph.node[0].attribute.append(onnx.helper.make_attribute(attribute, value))
-    return model
-
-
-@pytest.mark.parametrize("way", ["ctypes", "load_library"])
-def test_plans_are_built_through_the_creators(for_rtx: Path, tmp_path: Path, way: str) -> None:
-    """One PLUGIN_V3 layer an operation, made in C++, with the declared output shapes; both ways of loading."""
-    paths, expected = [], [f"registered {len(ALL_OPS)}"]
-    for name, changed in CASES:
-        op = ALL_OPS[name]
-        paths.append(save(plugin_model(name, **changed), tmp_path / f"{len(paths)}.onnx"))
-        outputs = op.outputs(op.attributes_type(**{**ATTRIBUTES[name], **changed}))
-        shapes = [[SIZES.get(d, -1) if isinstance(d, str) else d for d in spec.dims] for spec in outputs]
-        expected += [f"layer dspark.{name}.1 CPP {shapes}", "plan True"]
-    assert run_script(for_rtx, way, *paths) == expected
-
-
-@pytest.mark.parametrize(
-    ("ways", "registered"),
-    [
-        ("ctypes+ctypes", [True, True]),
-        ("ctypes+load_library", [True, True]),
-        ("load_library+unload+load_library", [True, False, True]),
-    ],
-)
-def test_no_way_of_loading_spoils_another(for_rtx: Path, ways: str, registered: list[bool]) -> None:
-    """load_library refuses a library whose creators are registered already, and then unloads its code."""
-    assert run_script(for_rtx, ways) == [f"registered {len(ALL_OPS) if there else 0}" for there in registered]
-
-
-def test_refusals_reach_the_log_of_tensorrt(for_rtx: Path, tmp_path: Path) -> None:
-    """ENG-4: layer, tensor, found and expected, where TensorRT alone would say that no format was found."""
-    dtype, size, attribute = plugin_model("MhcCoefficients"), plugin_model("MhcAllReduce"), plugin_model("MhcAllReduce")
-    dtype.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
-    size.graph.input[5].type.tensor_type.shape.dim[0].dim_value = 96  # norm_weight, H is 128
-    kept = [a for a in attribute.graph.node[0].attribute if a.name != "norm_eps"]
-    del attribute.graph.node[0].attribute[:]
-    attribute.graph.node[0].attribute.extend(kept)
-    models = [save(m, tmp_path / f"{i}.onnx") for i, m in enumerate((dtype, size, attribute))]
-    said = "\n".join(run_script(for_rtx, "ctypes", *models))
-    assert "dspark.MhcCoefficients, layer the_MhcCoefficients: inputs are [bfloat16, float16, " in said
-    wrong_size = "norm_weight is bfloat16[96], expected norm_weight T[H] with T = bfloat16, H = 128"
-    assert f"dspark.MhcAllReduce, layer the_MhcAllReduce: {wrong_size}" in said
-    assert "dspark.MhcAllReduce, layer the_MhcAllReduce: attributes missing [norm_eps], unknown []" in said
-    assert "plan True" not in said
-
-
 def test_without_kernels_nothing_runs_and_the_reason_is_said(
-    plain: Path, headers: Headers, tmp_path: Path, messages: Messages
+    headers: Headers, tmp_path: Path, messages: Messages
 ) -> None:
-    driver = Driver(plain, tmp_path, headers)
-    plugin, op, values = make(driver, "HcCollapse")
+    driver = Driver(compile_plugins(tmp_path, headers), tmp_path, headers)
+    plugin, op, values = make_plugin(driver, "HcCollapse")
     tensors, inputs = described(op, values, "float32", CALL)
     assert plugin.configure(tensors, inputs) == 0
     assert plugin.enqueue(tensors, inputs, [64, 64, 64]) != 0
     said = messages()
     assert "libdspark_plugins.so has no kernel for it, so an engine with it can be built but not run" in said
     assert said.count("has no kernel for it") == 2
-
-
-def test_loading_before_tensorrt_says_so(plain: Path) -> None:
-    command = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(plain)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "registered no plugins" in done.stderr and "load TensorRT first, or use loadLibrary" in done.stderr
