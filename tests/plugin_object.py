@@ -1,7 +1,8 @@
 """Compiles the TensorRT plugins in C++ and drives their objects as TensorRT would, without a TensorRT.
 
 Headers decide which generation of plugins it is. They come from ``--tensorrt-include DIR`` (several times for
-several TensorRTs) or from where the system keeps them. Test modules name this one in ``pytest_plugins``.
+several TensorRTs) or from where the system keeps them. Test modules take over ``headers`` and
+``pytest_generate_tests``.
 """
 
 from __future__ import annotations

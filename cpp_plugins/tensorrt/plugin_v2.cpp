@@ -96,6 +96,7 @@ class OpCreator final : public IPluginCreator {
       fields.insert(fields.begin(), {kAbiField, nullptr, PluginFieldType::kINT32, 1});
       fields.resize(std::min(fields.size(), words.size()));  // what is cut off will be missed
       for (size_t i = 0; i < fields.size(); ++i) fields[i].data = &words[i];
+      if (words.size() > fields.size()) fields.emplace_back("(surplus)", &words.back(), PluginFieldType::kINT32, 1);
       return new Plugin({op_, layer, fields.data(), static_cast<int>(fields.size()), Phase::kRuntime});
     });
   }

@@ -12,6 +12,7 @@ import torch
 from dspark_trt.plugins.kernels import has_kernel, kernel_scope
 from dspark_trt.plugins.trt_plugin import TensorDesc
 
+from tests import plugin_object
 from tests.gpu.kernel_call import bits
 from tests.op_examples import LABELS, example
 from tests.plugin_object import (
@@ -22,7 +23,7 @@ from tests.plugin_object import (
     fields_of,
 )
 
-pytest_plugins = ["tests.plugin_object"]
+headers, pytest_generate_tests = plugin_object.headers, plugin_object.pytest_generate_tests
 
 pytestmark = pytest.mark.gpu
 

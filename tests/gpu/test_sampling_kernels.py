@@ -205,9 +205,9 @@ def test_rows_with_nan_and_infinity(activation: torch.dtype) -> None:
     ]
     tokens = run([*inputs, *keys])[0].cpu()
     for row in range(rows):
-        values = base[row, 0].nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
+        logits = base[row, 0].nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
         # +inf beats all noise, -inf and NaN never win against a number.
-        allowed = values == inf if values.max() == inf else values > -inf
+        allowed = logits == inf if logits.max() == inf else logits > -inf
         assert all(bool(allowed[token]) or (token == 0 and not allowed.any()) for token in tokens[row])
 
 

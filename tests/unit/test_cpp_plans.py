@@ -15,6 +15,7 @@ import pytest
 from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.registry import ALL_OPS
 
+from tests import plugin_object
 from tests.one_op_models import ATTRIBUTES, SIZES, one_op_model, save
 from tests.plugin_object import (
     CASES,
@@ -22,7 +23,7 @@ from tests.plugin_object import (
     compile_plugins,
 )
 
-pytest_plugins = ["tests.plugin_object"]
+headers, pytest_generate_tests = plugin_object.headers, plugin_object.pytest_generate_tests
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from dspark_trt.plugins.op import Op, encode_attributes
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.trt_plugin import TensorDesc, check_tensors
 
+from tests import plugin_object
 from tests.one_op_models import ATTRIBUTES, SIZES
 from tests.plugin_object import (
     CASES,
@@ -37,12 +38,13 @@ from tests.plugin_object import (
     fields_of,
 )
 
-pytest_plugins = ["tests.plugin_object"]
+headers, pytest_generate_tests = plugin_object.headers, plugin_object.pytest_generate_tests
 
 FLOATS = ("float32", "float16", "bfloat16")
 IDS = [name + "".join(f" {k}={v}" for k, v in changed.items()) for name, changed in CASES]
 CALL = {**SIZES, "rows": 5, "requests": 2}
 Messages = Callable[[], str]
+Changed = dict[str, Any]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_verdicts_on_tensors_are_those_of_the_python_plugin(
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES, ids=IDS)
-def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name: str, changed: dict[str, Any]) -> None:
+def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name: str, changed: Changed) -> None:
     """TensorRT rule 6; the plugin that wrote the plan is gone when it is read."""
     plugin, _, values = make_plugin(driver, name, **changed)
     words = [PLUGIN_ABI]
@@ -248,6 +250,17 @@ def test_a_plan_of_another_abi_is_refused(driver: Recorded, messages: Messages, 
         fields |= fields_of(values)
     assert driver.create("MhcAllReduce", fields, at_runtime=True) is None
     assert f"built with plugin ABI {shown}, this library has {PLUGIN_ABI}; build it again" in messages()
+
+
+def test_a_plan_with_fewer_or_more_fields_is_refused(driver: Recorded, messages: Messages) -> None:
+    values = ALL_OPS["MhcAllReduce"].attributes_type(**ATTRIBUTES["MhcAllReduce"])
+    number = {"plugin_abi": RawField(INT, (PLUGIN_ABI,))}
+    assert driver.create("MhcAllReduce", number | fields_of(values, norm_eps=None), at_runtime=True) is None
+    assert "missing [norm_eps], unknown []" in messages()
+    more = fields_of(values, surprise=RawField(INT, (3,)))
+    assert driver.create("MhcAllReduce", number | more, at_runtime=True) is None
+    assert f"missing [], unknown [{'surprise' if driver.is_v3 else '(surplus)'}]" in messages()
+    assert driver.create("MhcAllReduce", number | fields_of(values), at_runtime=True) is not None
 
 
 def test_sizes_that_do_not_fit_are_refused_at_run_time(driver: Recorded, messages: Messages) -> None:
