@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..plugins.library import PLUGIN_ABI
+from ..plugins.kernels import has_kernel
+from ..plugins.library import PLUGIN_ABI, find_library
 from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import TensorRT
 from . import engine
@@ -63,6 +64,8 @@ class EngineDir:
     build: BuildConfig
     weights_hash: str
     plugin_abi: int
+    kernels: bool
+    """Whether the library had a kernel for every plugin at build time: only then do plans reserve their scratch."""
     plugins: Mapping[str, int]
     """Operation -> version of the plugin layers in the plans."""
     files: Mapping[str, Mapping[str, Any]]
@@ -136,6 +139,7 @@ class EngineDir:
             "TensorRT version": (self.tensorrt["version"], version),
             "number of ranks": (self.tp_size, world_size),
             "plugin ABI": (self.plugin_abi, PLUGIN_ABI),
+            "kernels of all plugins": (self.kernels or not self.plugins, True),
             "weights hash": (self.weights_hash, weights_hash or self.weights_hash),
         }
         if compute_capability not in self.compute_capabilities:
@@ -216,6 +220,7 @@ def build_engine_dir(
             "build": engine.to_dict(build),
             "weights_hash": source.weights_hash,
             "plugin_abi": PLUGIN_ABI,
+            "kernels": find_library() is not None and all(has_kernel(ALL_OPS[name]) for name in plugins),
             "plugins": {name: ALL_OPS[name].version for name in sorted(plugins)},
             "files": files,
         }

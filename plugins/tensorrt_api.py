@@ -179,7 +179,9 @@ class ParsedNetwork:
             layer = self.network.get_layer(i)
             if layer.type.name == "PLUGIN_V3":
                 layer.__class__ = self.api.module.IPluginV3Layer
-                counts[layer.plugin.plugin_name] += 1
+                # Through the core interface: plugins of a C++ library show their name nowhere else.
+                core = layer.plugin.get_capability_interface(self.api.module.PluginCapabilityType.CORE)
+                counts[core.plugin_name] += 1
         return counts
 
     def build(self, profiles: Sequence[Profile], options: EngineOptions) -> bytes:

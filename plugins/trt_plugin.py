@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from .kernels import launch
-from .library import PLUGIN_ABI, describe_library
+from .kernels import has_kernel, launch, workspace_bytes
+from .library import PLUGIN_ABI, describe_library, find_library
 from .op import DOMAIN, Op, OpError, decode_attributes, encode_attributes, is_dynamic
 from .tensorrt_api import EngineBuildError, EngineLoadError, TensorRT
 
@@ -262,8 +262,26 @@ def _plugin_classes(api: TensorRT) -> tuple[type, type]:
         def set_tactic(self, tactic: int) -> None:
             pass
 
+        @_noting
         def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            return 0
+            # Without the library a plan can be built but not run: its directory's header says so.
+            if find_library() is None or not has_kernel(self.op):
+                return 0
+            activation, sizes = self._sizes([t.desc for t in inputs], largest=[t.max for t in inputs])
+            return workspace_bytes(self.op, self.attributes, activation, sizes)
+
+        def _sizes(
+            self, descriptions: Sequence[Any], largest: Sequence[Any] | None = None
+        ) -> tuple[str, dict[str, int]]:
+            """The activation type, and symbol -> size of tensors in declaration order."""
+            specs = (*self.specs, *self.op.outputs(self.attributes))[: len(descriptions)]
+            dims = largest or [d.dims for d in descriptions]
+            sizes: dict[str, int] = {}
+            activation = "float32"
+            for spec, desc, own in zip(specs, descriptions, dims, strict=True):
+                sizes |= {str(d): size for d, size in zip(spec.dims, own, strict=True)}
+                activation = describe(desc).dtype if spec.dtype == "T" else activation
+            return activation, sizes
 
         def attach_to_context(self, context: Any) -> Any:
             return self.clone()
@@ -278,12 +296,8 @@ def _plugin_classes(api: TensorRT) -> tuple[type, type]:
             workspace: int,
             stream: int,
         ) -> None:
+            activation, sizes = self._sizes([*input_descs, *output_descs])
             specs = (*self.specs, *self.op.outputs(self.attributes))
-            sizes: dict[str, int] = {}
-            activation = "float32"
-            for spec, desc in zip(specs, (*input_descs, *output_descs), strict=True):
-                sizes |= {str(d): size for d, size in zip(spec.dims, desc.dims, strict=True)}
-                activation = describe(desc).dtype if spec.dtype == "T" else activation
             pointers = {s.name: p for s, p in zip(specs, (*inputs, *outputs), strict=True)}
             launch(self.op, self.attributes, activation, sizes, pointers, workspace, stream)
 

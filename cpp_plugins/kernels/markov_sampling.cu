@@ -113,9 +113,9 @@ struct Products<float> {
   }
 };
 
+// Scores are sums that began at +0, so none is -0 and would lose to 0 here.
 __device__ __forceinline__ uint64_t pack_candidate(float score, int id) {
   if (score != score) score = -INFINITY;
-  if (score == 0.0f) score = 0.0f;  // -0 ties with 0
   const uint32_t bits = __float_as_uint(score);
   const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~id);

@@ -266,18 +266,23 @@ def test_logits_are_not_written_unless_asked_for(seed: int) -> None:
     assert bool((bits(outputs[2]) == -1).all())
 
 
-def test_drawn_tokens_follow_the_softmax() -> None:
+@pytest.mark.parametrize(
+    ("temperature", "logits"),
+    [(1.3, [0.3, 1.0, -0.4]), (1e-7, [0.0, 1e-5, -4e-6])],  # the second is below the floor of 1e-5
+)
+def test_drawn_tokens_follow_the_softmax(temperature: float, logits: list[float]) -> None:
     """SMP-1: three tokens, 131,072 draws under distinct keys; the limit is that of chi-square(2) at 1e-6."""
     requests, block, calls = 64, 8, 256
-    logits = torch.tensor([0.3, 1.0, -0.4])
-    base = logits.repeat(requests, block, 1).to(DEVICE)
+    law = torch.tensor(logits)
+    base = law.repeat(requests, block, 1).to(DEVICE)
     counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     for turn in range(calls):
-        ids = torch.arange(turn * requests, (turn + 1) * requests, dtype=torch.int32, device=DEVICE)
-        keys = [ids * block, torch.full((requests,), 1.3, device=DEVICE), torch.stack((ids * 0 + 5, ids % 3), 1)]
+        numbers = torch.arange(turn * requests, (turn + 1) * requests, dtype=torch.int32, device=DEVICE)
+        seeds = torch.stack((torch.full_like(numbers, 5), numbers % 3), 1)
+        keys = [numbers * block, torch.full((requests,), temperature, device=DEVICE), seeds]
         tokens = run([*without_bias(base, rank=16), *keys])[0]
         counts += torch.bincount(tokens.flatten(), minlength=3)
-    expected = torch.softmax(logits.double() / 1.3, 0) * requests * block * calls
+    expected = torch.softmax(law.double() / max(temperature, 1e-5), 0) * requests * block * calls
     assert float(((counts.cpu() - expected) ** 2 / expected).sum()) < 27.6
 
 

@@ -58,7 +58,9 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], 
 
 @pytest.fixture
 def built(api: TensorRT, shards: Path, tmp_path: Path, exporter: object) -> EngineDir:
-    return build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+    """As built on a machine that has the kernel library."""
+    directory = build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+    return EngineDir.open(change_header(directory, lambda header: header.update(kernels=True)))
 
 
 def change_header(opened: EngineDir, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -145,6 +147,13 @@ def test_a_run_that_differs_in_one_field_is_refused(built: EngineDir, api: Tenso
     assert f"does not fit this run. {expected}. " in str(caught.value)
     assert "dspark-build --checkpoint" in str(caught.value)
     assert ("mpirun -n 2" in str(caught.value)) == (field == "tp")
+
+
+def test_plans_without_room_for_kernels_are_refused(built: EngineDir, api: TensorRT) -> None:
+    """Plans built without the kernel library reserve no scratch memory: kernels would write past it."""
+    opened = EngineDir.open(change_header(built, lambda header: header.update(kernels=False)))
+    with pytest.raises(EngineDirError, match="kernels of all plugins: built for False, here True"):
+        opened.check_runtime("tensorrt_rtx", api.version, "8.9", 2)
 
 
 def test_all_differences_are_reported_together(built: EngineDir) -> None:
