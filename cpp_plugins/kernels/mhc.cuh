@@ -65,6 +65,7 @@ class ClusterSum {
   // At the kernel's start, by all threads; blockDim.x is a multiple of 128.
   __device__ __forceinline__ explicit ClusterSum(Storage& storage) : storage_(storage) {
 #if __CUDA_ARCH__ >= 900
+    if (gridDim.x == 1) return;  // one block needs no barrier of a cluster
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -84,16 +85,19 @@ class ClusterSum {
     const int set = turn_ % 2;
     value = warp_sum(value);
 #if __CUDA_ARCH__ >= 900
-    // Nothing is sent to a block that has not started.
-    if (turn_ == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    if (lane < gridDim.x) send(set, blockIdx.x * warps + warp, lane, value);
-    while (!has_arrived(set, turn_ / 2 % 2)) {
-    }
-    if (threadIdx.x == 0) expect(set);  // the next but one
-#else
-    if (lane == 0) reinterpret_cast<float*>(storage_.parts[set])[warp] = value;
-    __syncthreads();
+    if (gridDim.x > 1) {
+      // Nothing is sent to a block that has not started.
+      if (turn_ == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      if (lane < gridDim.x) send(set, blockIdx.x * warps + warp, lane, value);
+      while (!has_arrived(set, turn_ / 2 % 2)) {
+      }
+      if (threadIdx.x == 0) expect(set);  // the next but one
+    } else
 #endif
+    {
+      if (lane == 0) reinterpret_cast<float*>(storage_.parts[set])[warp] = value;
+      __syncthreads();
+    }
     const int quads = gridDim.x * warps / 4;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 1
