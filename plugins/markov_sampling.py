@@ -140,19 +140,29 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int) -> Tensor:
-    """Standard Gumbel noise [n, V] float32, a pure function of (seed, position, salt, token id).
+def noise_key(seeds: Tensor, positions: Tensor, salt: int) -> Tensor:
+    """The hash [n] int64 (32 bits) that a draw's noise comes from.
 
     Args:
         seeds: [n, 2] int32, the halves of a 64-bit seed, low first.
-        positions: [n] int32.
+        positions: [n] int32, of the row, which is the position before the token that is drawn.
+        salt: the draw's purpose; position + salt is what distinguishes the keys of one seed.
     """
     low, high = (seeds.long() & 0xFFFFFFFF).unbind(-1)
     key = _mix((positions.long() + salt) & 0xFFFFFFFF)
-    key = _mix(key ^ low)
-    key = _mix(key ^ high)
-    ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
-    bits = _mix(key.unsqueeze(-1) ^ _mix(ids))
+    return _mix(_mix(key ^ low) ^ high)
+
+
+def noise_bits(keys: Tensor, vocab_size: int) -> Tensor:
+    """32 random bits [n, V] for each key [n] and token id, as int64."""
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=keys.device)
+    return _mix(keys.unsqueeze(-1) ^ _mix(ids))
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int) -> Tensor:
+    """Standard Gumbel noise [n, V] float32, a pure function of (seed, position, salt, token id);
+    arguments as of :func:`noise_key`."""
+    bits = noise_bits(noise_key(seeds, positions, salt), vocab_size)
     # 24 bits, centred: the largest u stays below 1 in float32.
     uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
     return -torch.log(-torch.log(uniform))

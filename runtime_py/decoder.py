@@ -2,10 +2,10 @@
 
 A request enters by prefill: its prompt goes through the target in chunks of at most one window, the
 last row's choice becomes its anchor, and the captured features of the last window wait for the draft.
-From then on each step runs the target over [anchor, d1 .. dN] of every request, keeps the longest
-prefix of drafts that the target agrees with plus the target's own next token (the new anchor), and runs
-the draft: the features of the accepted rows enter its rings, rejected rows carry slot -1, and a new
-block is drafted behind the new anchor. Rejected rows need no rollback: the target's ring is longer than
+From then on each step runs the target over [anchor, d1 .. dn] of every request, keeps the prefix of drafts
+that verification accepts plus a token of the target's own (the new anchor), and runs the draft: the
+features of the accepted rows enter its rings, rejected rows are left out, and a new block is drafted
+behind the new anchor. Rejected rows need no rollback: the target's ring is longer than
 its window by more than a step, and the draft's ring only ever receives accepted rows.
 
 Every rank runs this loop on the same numbers and takes the same decisions.
@@ -13,12 +13,14 @@ Every rank runs this loop on the same numbers and takes the same decisions.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..builder.config import DraftConfig, TargetConfig
@@ -26,11 +28,13 @@ from ..builder.engine import BuildConfig, Kind
 from ..builder.engine_dir import WEIGHTS, EngineDir
 from ..builder.network import load_network
 from .communicator import Communicator, connect
+from .keyed_noise import seed_words, step_seeds
 from .mapping import Mapping
 from .requests import Completion, Request, RequestError, SamplingParams, Statistics
 from .session import Session, TorchSession
-from .verification import verify_greedy
+from .verification import Verifier
 
+Detokenize = Callable[[Sequence[int]], str]
 OnTokens = Callable[[int, list[int]], None]
 """Called with a prompt's index and its new tokens, in order, as they are accepted."""
 
@@ -47,14 +51,22 @@ class Decoder:
         draft_config: DraftConfig,
         build: BuildConfig,
         communicator: Communicator,
+        verifier: Verifier | None = None,
+        detokenize: Detokenize | None = None,
         check_lockstep: bool = False,
     ):
         self._target, self._draft = target, draft
+        self._verifier, self._detokenize = verifier or Verifier(), detokenize
         self._target_config, self._draft_config = target_config, draft_config
         self._build, self._communicator, self._check_lockstep = build, communicator, check_lockstep
         self._drafted = draft_config.block_size if draft else 0
         self._target_rings = _rings(target)
         self._draft_rings = _rings(draft) if draft else {}
+        # Pre-temperature logits of the last drafts, by slot, so that a request keeps its rows wherever it stands
+        # in a batch; only sampled requests write theirs. A draft without that output drafts greedily.
+        logits = [o for o in draft.io.outputs if o.name == "draft_logits"] if draft else []
+        shape = (build.max_batch_size, self._drafted, target_config.vocab_size)
+        self._draft_logits = torch.empty(shape) if logits else None
 
     @classmethod
     def from_dir(
@@ -63,6 +75,7 @@ class Decoder:
         *,
         communicator: Communicator | None = None,
         speculative: bool = True,
+        verifier: Verifier | None = None,
         check_lockstep: bool = False,
     ) -> Decoder:
         """A decoder over an engine directory, executed by the torch sessions of its weights.
@@ -88,6 +101,8 @@ class Decoder:
             draft_config=directory.draft,
             build=directory.build,
             communicator=communicator,
+            verifier=verifier,
+            detokenize=_detokenizer(directory.path),
             check_lockstep=check_lockstep,
         )
 
@@ -101,14 +116,15 @@ class Decoder:
         """Complete ``prompts`` (token ids); up to ``max_batch_size`` are in flight at once.
 
         Raises:
-            RequestError: naming every prompt that is empty, has ids outside the vocabulary, or does not
-                fit ``max_seq_len`` together with its ``max_tokens``. Nothing runs then.
+            RequestError: naming every prompt that is empty, has ids outside the vocabulary, does not fit
+                ``max_seq_len`` together with its ``max_tokens``, or has stop strings without a tokenizer.
+                Nothing runs then.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         self._check(prompts, each)
         started = time.perf_counter()
         stats = Statistics(proposed_per_position=[0] * self._drafted, accepted_per_position=[0] * self._drafted)
-        waiting = deque(enumerate(zip(prompts, each, strict=True)))
+        waiting = deque(enumerate(zip(prompts, each, self._seeds(each), strict=True)))
         free = list(range(self._build.max_batch_size))
         active: list[Request] = []
         done: dict[int, Completion] = {}
@@ -120,7 +136,7 @@ class Decoder:
                 emit(request.index, kept)
             if reason:
                 prompt, output = request.tokens[: request.prompt_length], request.output
-                done[request.index] = Completion(prompt, output, reason)
+                done[request.index] = Completion(prompt, output, reason, request.text)
                 active.remove(request)
                 free.append(request.slot)
             return len(kept)
@@ -128,8 +144,8 @@ class Decoder:
         while waiting or active:
             admitted = []
             while waiting and free:
-                index, (prompt, own) = waiting.popleft()
-                admitted.append(self._admit(index, free.pop(0), prompt, own))
+                index, (prompt, own, seed) = waiting.popleft()
+                admitted.append(self._admit(index, free.pop(0), prompt, own, seed))
             if admitted:
                 active += admitted
                 for request, token in zip(admitted, self._prefill(admitted, stats), strict=True):
@@ -158,14 +174,18 @@ class Decoder:
             logits, features = self._run_target(
                 [r.tokens[p] for r, p in rows], [p for _, p in rows], [r.slot for r, _ in rows]
             )
-            offset = 0
+            offset, ready = 0, []
             for request, start, size in chunks:
                 self._add_context(request, start, features[offset : offset + size])
                 offset += size
                 cursor[request.slot] = start + size
                 if start + size == request.prompt_length:
-                    row = logits[offset - 1].view(1, 1, -1)
-                    first[request.slot] = verify_greedy(_ids([]).view(1, 0), row).bonus[0]
+                    ready.append((request, offset - 1))
+            if ready:
+                # The first token: a step without drafts behind the prompt's last token.
+                last = [request for request, _ in ready]
+                verdict = self._verifier(last, logits[[row for _, row in ready]], None)
+                first |= {r.slot: token for r, token in zip(last, verdict.bonus, strict=True)}
             stats.target_calls += 1
         stats.prefill_seconds += time.perf_counter() - started
         return [first[r.slot] for r in requests]
@@ -179,20 +199,19 @@ class Decoder:
             stats.draft_calls += 1
             stats.draft_seconds += time.perf_counter() - started
         started = time.perf_counter()
-        width = self._drafted + 1
         rows = [(t, r.anchor_position + j, r.slot) for r in requests for j, t in enumerate([r.tokens[-1], *r.drafts])]
         logits, features = self._run_target(*([row[i] for row in rows] for i in range(3)))
-        drafts = _ids([t for r in requests for t in r.drafts]).view(len(requests), self._drafted)
-        verdict = verify_greedy(drafts, logits.unflatten(0, (-1, width)))
+        cached = None if self._draft_logits is None else self._draft_logits[[r.slot for r in requests]]
+        verdict = self._verifier(requests, logits, cached)
         stats.target_calls += 1
         stats.target_seconds += time.perf_counter() - started
         if self._check_lockstep:
             self._compare_ranks(verdict.accepted + verdict.bonus)
-        for i, request in enumerate(requests):
-            accepted, position = verdict.accepted[i], request.anchor_position
-            self._add_context(request, position, features[i * width : i * width + accepted + 1])
-            produced = deliver(request, [*request.drafts[:accepted], verdict.bonus[i]])
-            stats.record(len(request.drafts), accepted, produced)
+        offset = 0
+        for request, accepted, bonus in zip(requests, verdict.accepted, verdict.bonus, strict=True):
+            self._add_context(request, request.anchor_position, features[offset : offset + accepted + 1])
+            drafts, offset = request.drafts, offset + len(request.drafts) + 1
+            stats.record(len(drafts), accepted, deliver(request, [*drafts[:accepted], bonus]))
 
     def _run_target(self, ids: list[int], positions: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": _ids(ids), "positions": _ids(positions), "slots": _ids(slots), **self._target_rings}
@@ -204,19 +223,25 @@ class Decoder:
         """Insert what the requests' contexts hold into the rings and draft a block for each."""
         assert self._draft is not None
         rows = [(r.context_start + i, r.slot) for r in requests if r.context is not None for i in range(len(r.context))]
+        positions = _ids([r.anchor_position for r in requests])
         inputs = {
             "anchor_ids": _ids([r.tokens[-1] for r in requests]),
-            "positions": _ids([r.anchor_position for r in requests]),
+            "positions": positions,
             "slots": _ids([r.slot for r in requests]),
             "target_features": torch.cat([r.context for r in requests if r.context is not None]),
             "feature_positions": _ids([position for position, _ in rows]),
             "feature_slots": _ids([slot for _, slot in rows]),
             **self._draft_rings,
         }
+        if self._draft_logits is not None:
+            inputs["temperature"] = torch.tensor([r.params.temperature for r in requests])
+            inputs["seeds"] = step_seeds(seed_words([r.seed for r in requests]), positions)
         outputs = _outputs(self._draft, inputs, self._draft_rings)
         self._draft.run(inputs, outputs)
-        for request, drafts in zip(requests, outputs["draft_tokens"].tolist(), strict=True):
-            request.drafts, request.context = drafts, None
+        for i, (request, drafts) in enumerate(zip(requests, outputs["draft_tokens"].tolist(), strict=True)):
+            request.drafts, request.context = drafts[: request.params.num_draft_tokens], None
+            if self._draft_logits is not None and not request.params.greedy:
+                self._draft_logits[request.slot] = outputs["draft_logits"][i]
 
     def _add_context(self, request: Request, start: int, features: Tensor) -> None:
         """Queue captured rows for the draft; only the last window can matter."""
@@ -230,10 +255,16 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------ checks
 
-    def _admit(self, index: int, slot: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def _seeds(self, params: Sequence[SamplingParams]) -> list[int]:
+        """Each request's seed; those that have none get one of rank 0's, the same on every rank."""
+        seeds = [p.seed if p.seed is not None else 0 if p.greedy else secrets.randbits(64) for p in params]
+        drawn = any(p.seed is None and not p.greedy for p in params)
+        return list(self._communicator.broadcast(seeds)) if drawn else seeds
+
+    def _admit(self, index: int, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         eos = () if params.ignore_eos else self._target_config.eos_token_ids
         stops = frozenset(params.stop_token_ids) | frozenset(eos)
-        return Request(index, slot, len(prompt), list(prompt), params, stops)
+        return Request(index, slot, len(prompt), list(prompt), params, stops, seed, self._detokenize)
 
     def _check(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
         problems = []
@@ -251,6 +282,8 @@ class Decoder:
                     f"prompt {i} needs {needed} positions ({len(prompt)} prompt tokens, max_tokens {own.max_tokens}, "
                     f"{self._drafted} drafts), the engines were built for --max-seq-len {limit}"
                 )
+            if own.stop and self._detokenize is None:
+                problems.append(f"prompt {i} has stop strings, which need the tokenizer; use stop_token_ids")
         if problems:
             raise RequestError("; ".join(problems))
 
@@ -261,6 +294,14 @@ class Decoder:
                 f"ranks decided differently (accepted counts, then next tokens): {dict(enumerate(decisions))}; "
                 "the ranks must run the same package, weights and libraries"
             )
+
+
+def _detokenizer(directory: Path) -> Detokenize | None:
+    """What turns output into text, if the directory has a tokenizer."""
+    if not (file := directory / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids)))
 
 
 def _ids(values: Sequence[int]) -> Tensor:

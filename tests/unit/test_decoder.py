@@ -250,11 +250,6 @@ def test_positions_up_to_the_limit(model: Model) -> None:
     assert len(done[0].token_ids) == 5
 
 
-def test_sampling_parameters_are_checked() -> None:
-    with pytest.raises(RequestError, match=r"max_tokens is 0.*temperature is 0\.7"):
-        SamplingParams(max_tokens=0, temperature=0.7)
-
-
 def test_verification() -> None:
     """The longest agreeing prefix counts; a later agreement does not; ties go to the lowest id."""
     logits = torch.zeros(4, 3, 5)
