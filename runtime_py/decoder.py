@@ -28,10 +28,12 @@ from ..builder.engine import BuildConfig, Kind
 from ..builder.engine_dir import WEIGHTS, EngineDir
 from ..builder.network import load_network
 from .communicator import Communicator, connect
+from .costs import CostTable, IdleSteps
 from .keyed_noise import seed_words, step_seeds
 from .mapping import Mapping
 from .requests import Completion, Request, RequestError, SamplingParams, Statistics
-from .session import Session, TorchSession
+from .scheduling import FullLength, Scheduler
+from .session import Session, TorchSession, make_caches, make_outputs
 from .verification import Verifier
 
 Detokenize = Callable[[Sequence[int]], str]
@@ -40,7 +42,13 @@ OnTokens = Callable[[int, list[int]], None]
 
 
 class Decoder:
-    """Decodes prompts with a target and, unless ``speculative`` is off, a draft."""
+    """Decodes prompts with a target and, unless ``speculative`` is off, a draft.
+
+    ``scheduler`` decides how many drafts of each request a step verifies; one that weighs costs can be set
+    when they have been measured::
+
+        decoder.scheduler = EarlyStop(HeadAcceptance(), decoder.profile_costs())
+    """
 
     def __init__(
         self,
@@ -52,16 +60,18 @@ class Decoder:
         build: BuildConfig,
         communicator: Communicator,
         verifier: Verifier | None = None,
+        scheduler: Scheduler | None = None,
         detokenize: Detokenize | None = None,
         check_lockstep: bool = False,
     ):
         self._target, self._draft = target, draft
+        self.scheduler: Scheduler = scheduler or FullLength()
         self._verifier, self._detokenize = verifier or Verifier(), detokenize
         self._target_config, self._draft_config = target_config, draft_config
         self._build, self._communicator, self._check_lockstep = build, communicator, check_lockstep
         self._drafted = draft_config.block_size if draft else 0
-        self._target_rings = _rings(target)
-        self._draft_rings = _rings(draft) if draft else {}
+        self._target_rings = make_caches(target)
+        self._draft_rings = make_caches(draft) if draft else {}
         # Pre-temperature logits of the last drafts, by slot, so that a request keeps its rows wherever it stands
         # in a batch; only sampled requests write theirs. A draft without that output drafts greedily.
         logits = [o for o in draft.io.outputs if o.name == "draft_logits"] if draft else []
@@ -205,17 +215,20 @@ class Decoder:
         verdict = self._verifier(requests, logits, cached)
         stats.target_calls += 1
         stats.target_seconds += time.perf_counter() - started
+        lengths = [len(r.drafts) for r in requests]
+        if self._draft:
+            self.scheduler.record(lengths, verdict.accepted)
         if self._check_lockstep:
             self._compare_ranks(verdict.accepted + verdict.bonus)
         offset = 0
-        for request, accepted, bonus in zip(requests, verdict.accepted, verdict.bonus, strict=True):
+        for request, length, accepted, bonus in zip(requests, lengths, verdict.accepted, verdict.bonus, strict=True):
             self._add_context(request, request.anchor_position, features[offset : offset + accepted + 1])
-            drafts, offset = request.drafts, offset + len(request.drafts) + 1
-            stats.record(len(drafts), accepted, deliver(request, [*drafts[:accepted], bonus]))
+            offset += length + 1
+            stats.record(length, accepted, deliver(request, [*request.drafts[:accepted], bonus]))
 
     def _run_target(self, ids: list[int], positions: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": _ids(ids), "positions": _ids(positions), "slots": _ids(slots), **self._target_rings}
-        outputs = _outputs(self._target, inputs, self._target_rings)
+        outputs = make_outputs(self._target, inputs, self._target_rings)
         self._target.run(inputs, outputs)
         return outputs["logits"], outputs["target_features"]
 
@@ -236,12 +249,27 @@ class Decoder:
         if self._draft_logits is not None:
             inputs["temperature"] = torch.tensor([r.params.temperature for r in requests])
             inputs["seeds"] = step_seeds(seed_words([r.seed for r in requests]), positions)
-        outputs = _outputs(self._draft, inputs, self._draft_rings)
+        outputs = make_outputs(self._draft, inputs, self._draft_rings)
         self._draft.run(inputs, outputs)
+        lengths = self.scheduler.lengths(outputs["confidence"], [self._draft_limit(r) for r in requests])
         for i, (request, drafts) in enumerate(zip(requests, outputs["draft_tokens"].tolist(), strict=True)):
-            request.drafts, request.context = drafts[: request.params.num_draft_tokens], None
+            request.drafts, request.context = drafts[: lengths[i]], None
             if self._draft_logits is not None and not request.params.greedy:
                 self._draft_logits[request.slot] = outputs["draft_logits"][i]
+
+    def _draft_limit(self, request: Request) -> int:
+        own = request.params.num_draft_tokens
+        return self._drafted if own is None else min(own, self._drafted)
+
+    def profile_costs(self, replays: int = 5) -> CostTable:
+        """Seconds of idle draft and target steps up to the largest batch; rank 0's, the same on every rank."""
+        if self._draft is None:
+            raise RequestError("costs were asked of a decoder without a draft; there is nothing to schedule")
+        batch, width = self._build.max_batch_size, self._drafted + 1
+        draft = IdleSteps(self._draft, self._draft_rings, rows_per_request=width)
+        table = CostTable.measure(draft, IdleSteps(self._target, self._target_rings), batch, batch * width, replays)
+        shared: CostTable = self._communicator.broadcast(table)
+        return shared
 
     def _add_context(self, request: Request, start: int, features: Tensor) -> None:
         """Queue captured rows for the draft; only the last window can matter."""
@@ -306,19 +334,3 @@ def _detokenizer(directory: Path) -> Detokenize | None:
 
 def _ids(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def _rings(session: Session) -> dict[str, Tensor]:
-    """A session's caches, zeroed: input name -> tensor."""
-    names = set(session.io.aliases.values())
-    return {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in session.io.inputs if i.name in names}
-
-
-def _outputs(session: Session, inputs: dict[str, Tensor], rings: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors for a session's outputs; aliased ones are the caches themselves."""
-    shapes = {name: tuple(t.shape) for name, t in inputs.items()}
-    outputs = {}
-    for name, info in session.infer_shapes(shapes).items():
-        source = session.io.aliases.get(name)
-        outputs[name] = rings[source] if source else torch.empty(info.shape, dtype=info.dtype)
-    return outputs
