@@ -12,7 +12,6 @@ on them. Drawing the same numbers again would tie the second draft to the outcom
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,19 +28,6 @@ RECOVERY_SALT = 0xB5297A4D
 STEP_SALT = 0xE7037ED1
 """Makes a step's seed out of a request's; not used with a step's seed."""
 LOWER_WORD = 0x9E3779B9
-
-
-class Sampler(Protocol):
-    """Chooses a token a row; a hook for watermarks and the like, in drafting and in verification."""
-
-    def __call__(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
-        """Tokens [n] int32 for logits [n, V] at ``temperature`` [n] (0 = greedy).
-
-        ``seeds`` [n, 2], ``positions`` [n] and ``salt`` are the draw's key. What verification takes as the
-        draft's law is the softmax of ``logits / temperature`` after the call: a sampler that draws from
-        another law writes that law's logits into ``logits``.
-        """
-        ...
 
 
 def seed_words(seeds: Sequence[int]) -> Tensor:
@@ -61,12 +47,13 @@ def step_seeds(seeds: Tensor, anchors: Tensor) -> Tensor:
 def uniform(seeds: Tensor, positions: Tensor, count: int = 1, *, salt: int) -> Tensor:
     """Uniform numbers [n, count] float64 inside (0, 1), with 52 bits."""
     keys = noise_key(seeds, positions, salt)
-    upper, lower = noise_bits(keys, count), noise_bits(keys ^ LOWER_WORD, count)
+    ids = torch.arange(count, device=seeds.device)
+    upper, lower = noise_bits(keys, ids), noise_bits(keys ^ LOWER_WORD, ids)
     return (((upper << 20) | (lower >> 12)).double() + 0.5) * 2.0**-52
 
 
 def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
-    """The :class:`Sampler` that verification uses: the argmax of tempered logits and Gumbel noise in float64."""
+    """The sampler that verification uses: the argmax of tempered logits and Gumbel noise in float64."""
     noise = -torch.log(-torch.log(uniform(seeds, positions, logits.shape[-1], salt=salt)))
     scores = logits.double() / temperature.double().clamp_min(1e-5).unsqueeze(-1) + noise
     return first_argmax(torch.where(temperature.unsqueeze(-1) > 0, scores, logits.double()))

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..plugins.markov_sampling import Sampler
 from ..plugins.numerics import first_argmax
-from .keyed_noise import ACCEPT_SALT, RECOVERY_SALT, Sampler, gumbel_sample, seed_words, step_seeds, uniform
+from .keyed_noise import ACCEPT_SALT, RECOVERY_SALT, gumbel_sample, seed_words, step_seeds, uniform
 from .laws import draft_law, target_law
 from .requests import Request
 
