@@ -8,7 +8,9 @@ features of the accepted rows enter its rings, rejected rows are left out, and a
 behind the new anchor. Rejected rows need no rollback: the target's ring is longer than
 its window by more than a step, and the draft's ring only ever receives accepted rows.
 
-Every rank runs this loop on the same numbers and takes the same decisions.
+Every rank runs this loop on the same numbers and with the same keyed noise, and takes the same decisions.
+Where ranks are not quite alike, rank 0's decisions count: what was drafted, how much of it is verified and
+what is emitted is what it says, so that no rank leaves the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class Decoder:
             if ready:
                 # The first token: a step without drafts behind the prompt's last token.
                 last = [request for request, _ in ready]
-                verdict = self._verifier(last, logits[[row for _, row in ready]], None)
+                verdict = self._communicator.broadcast(self._verifier(last, logits[[row for _, row in ready]], None))
                 first |= {r.slot: token for r, token in zip(last, verdict.bonus, strict=True)}
             stats.target_calls += 1
         stats.prefill_seconds += time.perf_counter() - started
@@ -215,11 +217,12 @@ class Decoder:
         verdict = self._verifier(requests, logits, cached)
         stats.target_calls += 1
         stats.target_seconds += time.perf_counter() - started
+        if self._check_lockstep:
+            self._compare_ranks(verdict.accepted + verdict.bonus)
+        verdict = self._communicator.broadcast(verdict)
         lengths = [len(r.drafts) for r in requests]
         if self._draft:
             self.scheduler.record(lengths, verdict.accepted)
-        if self._check_lockstep:
-            self._compare_ranks(verdict.accepted + verdict.bonus)
         offset = 0
         for request, length, accepted, bonus in zip(requests, lengths, verdict.accepted, verdict.bonus, strict=True):
             self._add_context(request, request.anchor_position, features[offset : offset + accepted + 1])
@@ -252,8 +255,9 @@ class Decoder:
         outputs = make_outputs(self._draft, inputs, self._draft_rings)
         self._draft.run(inputs, outputs)
         lengths = self.scheduler.lengths(outputs["confidence"], [self._draft_limit(r) for r in requests])
-        for i, (request, drafts) in enumerate(zip(requests, outputs["draft_tokens"].tolist(), strict=True)):
-            request.drafts, request.context = drafts[: lengths[i]], None
+        chosen = [d[:n] for d, n in zip(outputs["draft_tokens"].tolist(), lengths, strict=True)]
+        for i, (request, drafts) in enumerate(zip(requests, self._communicator.broadcast(chosen), strict=True)):
+            request.drafts, request.context = drafts, None
             if self._draft_logits is not None and not request.params.greedy:
                 self._draft_logits[request.slot] = outputs["draft_logits"][i]
 

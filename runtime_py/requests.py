@@ -121,7 +121,7 @@ class Statistics:
             self.accepted_per_position[i] += i < accepted
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request that holds a cache slot.
 
