@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from dspark_trt.runtime_py.laws import draft_law, target_law
+from dspark_trt.runtime_py.laws import target_law
 from dspark_trt.runtime_py.requests import SamplingParams
 from dspark_trt.runtime_py.verification import Method, Verifier, recovery_law
 from torch import Tensor
@@ -41,9 +41,9 @@ def draft_probability(tables: Tables, params: SamplingParams, sampled: bool, alt
     """Probability of each of :func:`all_drafts`, and the logits that the draft returns with it."""
     drafts = all_drafts(tables)
     logits = alter(tables.draft_logits(before(drafts), ANCHOR))
-    temperature = torch.full((len(drafts),), params.temperature)
+    # What the draft samples from, spelled out here: verification's q has to be this.
     if sampled and not params.greedy:
-        law = draft_law(logits, temperature, drafts, torch.ones(len(drafts), dtype=torch.bool))
+        law = (logits / torch.tensor(params.temperature)).double().softmax(-1)
     else:
         law = torch.nn.functional.one_hot(logits.argmax(-1), tables.vocab).double()
     return law.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(1), logits

@@ -106,6 +106,21 @@ def test_options_that_change_nothing(options: MarkovOptions, sampling: bool) -> 
 
 
 @both
+def test_strided_logits(sampling: bool) -> None:
+    """SMP-10: a [R, B, V] view of step-major logits gives what contiguous ones give."""
+    head = head_of()
+    base, hidden, anchors, keys = inputs()
+    strided = base.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    for run in (
+        lambda x, k: operation(head, x, anchors, k),
+        lambda x, k: draft_block(head, MarkovOptions(), x, hidden, anchors, k),
+    ):
+        used = keys if sampling else None
+        assert equal(run(strided, used), run(base, used))
+
+
+@both
 @pytest.mark.parametrize("ids", [(4, 9, 2, 22, 0), tuple(range(3, 11)), (7,)], ids=str)
 def test_reduced_vocabulary(ids: tuple[int, ...], sampling: bool) -> None:
     """SMP-7: embedded by target id, biased by draft index, -inf elsewhere at every slot: what the whole vocabulary

@@ -33,11 +33,12 @@ def chi_square(symbols: Tensor, law: Tensor) -> float:
 
 
 def draw_three_symbols(method: Method) -> Tensor:
-    """131,072 independent draws as [requests, tokens]; the draft's law is random and differs everywhere."""
-    tables = Tables.random(3, 4, seed=1)
-    tables = dataclasses.replace(tables, target=LAW.log().float().expand(5, 3, 3).contiguous())
+    """131,072 independent draws as [requests, tokens] at a temperature that makes the target's law LAW; the draft's
+    law is random and differs everywhere."""
+    tables, temperature = Tables.random(3, 4, seed=1), 0.6
+    tables = dataclasses.replace(tables, target=(temperature * LAW.log()).float().expand(5, 3, 3).contiguous())
     requests, tokens = 4096, 32
-    params = [SamplingParams(temperature=1.0, max_tokens=tokens, seed=i) for i in range(requests)]
+    params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(requests)]
     loop = table_decoder(tables, slots=requests, verifier=Verifier(method))
     done, stats = loop.generate([[i % 3] for i in range(requests)], params)
     assert all(0 < a < p for a, p in zip(stats.accepted_per_position, stats.proposed_per_position, strict=True))
@@ -179,7 +180,9 @@ def test_requests_without_a_seed() -> None:
         rank = 1
 
         def broadcast(self, value: object, root: int = 0) -> object:
-            return sent
+            # Seeds are the only whole numbers beyond a vocabulary that ranks exchange.
+            drawn = isinstance(value, list) and all(isinstance(v, int) and v > 1000 for v in value)
+            return sent if drawn else value
 
     first, second = (table_decoder(tables).generate([[1], [1]], params)[0] for _ in range(2))
     texts = [c.token_ids for c in first + second]
