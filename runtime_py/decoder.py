@@ -250,7 +250,7 @@ class Decoder:
             **self._draft_rings,
         }
         if self._draft_logits is not None:
-            inputs["temperature"] = torch.tensor([r.params.temperature for r in requests])
+            inputs["temperature"] = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
             inputs["seeds"] = step_seeds(seed_words([r.seed for r in requests]), positions)
         outputs = make_outputs(self._draft, inputs, self._draft_rings)
         self._draft.run(inputs, outputs)

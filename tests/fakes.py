@@ -74,6 +74,11 @@ class Table:
     def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
         return infer_shapes(self.io, inputs)
 
+    def check(self, inputs: Mapping[str, Tensor]) -> None:
+        """As a real session would."""
+        wrong = [i.name for i in self.io.inputs if inputs[i.name].dtype != i.dtype]
+        assert not wrong, f"dtypes of {wrong}"
+
 
 class TableTarget(Table):
     def __init__(self, tables: Tables):
@@ -82,6 +87,7 @@ class TableTarget(Table):
         super().__init__(tables, NetworkIO(inputs, (logits, TensorInfo("target_features", F32, ("T", 1))), {}))
 
     def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self.check(inputs)
         outputs["logits"].copy_(self.tables.target_logits(inputs["input_ids"], inputs["positions"]))
         outputs["target_features"].zero_()
 
@@ -99,6 +105,7 @@ class TableDraft(Table):
         super().__init__(tables, NetworkIO(tuple(inputs), tuple(outputs), {}))
 
     def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self.check(inputs)
         tables = self.tables
         base = tables.base[inputs["positions"].long() % len(tables.base)]
         keys = [inputs[n] for n in ("positions", "temperature", "seeds")] if self.sampling else []

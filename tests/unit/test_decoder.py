@@ -250,6 +250,17 @@ def test_positions_up_to_the_limit(model: Model) -> None:
     assert len(done[0].token_ids) == 5
 
 
+def test_profiling_leaves_no_trace(model: Model) -> None:
+    """KV-5, KV-6: steps that only measure write nothing into the caches."""
+    decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
+    caches = (*decoder._target_rings.values(), *decoder._draft_rings.values())
+    for cache in caches:
+        cache.fill_(3.0)
+    table = decoder.profile_costs(replays=1)
+    assert max(table.draft_seconds) == SLOTS and max(table.verify_seconds) == SLOTS * 6
+    assert all(bool((cache == 3.0).all()) for cache in caches)
+
+
 def test_verification() -> None:
     """The longest agreeing prefix counts; a later agreement does not; ties go to the lowest id."""
     logits = torch.zeros(4, 3, 5)

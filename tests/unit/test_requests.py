@@ -183,6 +183,17 @@ def test_stop_strings_need_a_tokenizer() -> None:
     assert done[0].text is None
 
 
+def test_whole_number_temperatures() -> None:
+    """1 and 0 are temperatures as good as 1.0 and 0.0."""
+    tables = Tables.random(7, 4, seed=2)
+    for value in (0, 1, 2):
+        done = [
+            table_decoder(tables).generate([[1]], SamplingParams(temperature=t, seed=3, max_tokens=20))[0]
+            for t in (value, float(value))
+        ]
+        assert done[0] == done[1]
+
+
 def test_fewer_drafts_by_request() -> None:
     """num_draft_tokens limits what is verified, not what comes out."""
     tables = Tables.random(7, 4, seed=2)
