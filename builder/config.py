@@ -322,6 +322,8 @@ def _contradictions(target: TargetConfig, draft: DraftConfig) -> list[str]:
         found.append(
             f"dspark_target_layer_ids is {list(ids)}, expected distinct layers of 0..{target.num_hidden_layers - 1}"
         )
+    if not draft.sample_from_anchor:
+        found.append("dspark_sample_from_anchor is false (row 0 not sampled); only anchor-first drafts are supported")
     if not 0 <= draft.noise_token_id < draft.vocab_size:
         found.append(f"dspark_noise_token_id is {draft.noise_token_id}, expected 0..{draft.vocab_size - 1}")
     if not 0 <= target.num_hash_layers <= target.num_hidden_layers:

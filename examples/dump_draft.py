@@ -222,22 +222,24 @@ def dump(options: Options) -> dict[str, Tensor]:
             "pass --features with what the target gives instead of --prompt-ids"
         )
     check_prompts(prompts, target, draft.block_size)
-    numerics = Numerics(options.mode)
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16" if numerics is Numerics.RELEASED else options.dtype
+    dtype = "bfloat16" if options.mode == "released" else options.dtype
+
+    def build_for(requests: int) -> BuildConfig:
+        return BuildConfig(numerics=Numerics(options.mode), dtype=dtype, max_batch_size=requests).checked(draft)
+
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".dump_draft-") as scratch:
         shards = Path(scratch) / "shards"
         keys = options.allow_config_key
         convert_checkpoint(options.checkpoint, shards, tp_size=1, draft_only=not prompts, allow_keys=keys)
-        build = BuildConfig(numerics=numerics, dtype=dtype, max_batch_size=max(1, len(prompts))).checked(draft)
         if options.features:
             width = draft.num_features * draft.hidden_size
             step = read_features(options.features, width, getattr(torch, dtype), draft.vocab_size)
-            build = BuildConfig(numerics=numerics, dtype=dtype, max_batch_size=len(step.anchor_ids)).checked(draft)
         else:
-            step = run_target(load_network("target", shards, 0, build), prompts, target.sliding_window)
+            network = load_network("target", shards, 0, build_for(len(prompts)))
+            step = run_target(network, prompts, target.sliding_window)
         probes = Probes(draft.block_size)
-        network = load_network("draft", shards, 0, build, probe=probes.record)
+        network = load_network("draft", shards, 0, build_for(len(step.anchor_ids)), probe=probes.record)
         tensors = draft_step(network, probes, step)
         facts = {"mode": options.mode, "dtype": dtype, "weights_hash": read_shard_config(shards).weights_hash}
     save_file(tensors, options.output, metadata=facts)

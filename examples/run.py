@@ -84,6 +84,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator) -> i
     console = Console(quiet=communicator.rank != 0, soft_wrap=True, markup=False, highlight=False, color_system=None)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; decoding needs both")
+    if options.plot and not options.speculative:
+        raise RequestError("--plot draws accepted drafts, and --no-speculative makes none; pass one of them")
     console.print(f"executor: {choose_executor(directory, options.backend)}; ranks: {communicator.size}")
     text = Text(directory.path, directory.target.bos_token_id)
     prompts = prompt_texts(options)
@@ -110,7 +112,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator) -> i
         console.print(acceptance_table(stats))
     console.print(summary_table(stats, len(prompts)))
 
-    status, report = 0, statistics(stats, directory, communicator, options)
+    status, report = 0, statistics(completions, stats, directory, communicator, options)
     if options.compare_target_only:
         plain, plain_stats = decoder(False).generate(ids, params)
         difference = first_difference(completions, plain, text)
@@ -221,7 +223,13 @@ def summary_table(stats: Statistics, prompts: int) -> Table:
     return table
 
 
-def statistics(stats: Statistics, directory: EngineDir, communicator: Communicator, options: Options) -> dict[str, Any]:
+def statistics(
+    completions: Sequence[Completion],
+    stats: Statistics,
+    directory: EngineDir,
+    communicator: Communicator,
+    options: Options,
+) -> dict[str, Any]:
     """What ``--stats-json`` writes."""
     return {
         "tokens_per_step": stats.tokens_per_step,
@@ -236,6 +244,10 @@ def statistics(stats: Statistics, directory: EngineDir, communicator: Communicat
         "dtype": directory.build.dtype,
         "weights_hash": directory.weights_hash,
         **{f.name: getattr(stats, f.name) for f in dataclasses.fields(stats) if "position" not in f.name},
+        "completions": [
+            {"prompt_tokens": len(c.prompt_ids), "token_ids": c.token_ids, "finish_reason": c.finish_reason.value}
+            for c in completions
+        ],
     }
 
 

@@ -28,6 +28,7 @@ class CacheAttributes:
     """Leading channels that are rounded through FP8; 0 leaves the row alone (``dequantized``)."""
     quant_group: int
     """Channels that share one power-of-two scale."""
+    head_dim: int
 
 
 def cache_entry(kv: Tensor, positions: Tensor, attributes: CacheAttributes) -> Tensor:
@@ -134,6 +135,60 @@ def onnx_quantize(x: str, out: str, attributes: CacheAttributes, head_dim: int, 
         {onnx_act_quant_dequant(f"{out}_head", f"{out}_rounded", attributes.quant_group, cast)}
         {out} = Concat<axis=-1>({out}_rounded, {out}_tail)
     """
+
+
+def onnx_sink_attention(q: str, keys: str, valid: str, sink: str, out: str, head_dim: int, cast: str) -> str:
+    """ONNX text of :func:`sink_attention` with one maximum over all keys.
+
+    Args:
+        q: [n, m, D] in the activation type; keys: [n, K, D] likewise; valid: [n, K] bool.
+        sink: float32, broadcasts to [n, m, 1].
+    """
+    return f"""
+        {out}_zero = Constant<value = int64[1] {{0}}>()
+        {out}_one = Constant<value = int64[1] {{1}}>()
+        {out}_last = Constant<value = int64[1] {{2}}>()
+        {out}_nothing = Constant<value = float {{0.0}}>()
+        {out}_nothing_cast = {cast}({out}_nothing)
+        {out}_valid_key = Unsqueeze({valid}, {out}_last)
+        {out}_clean = Where({out}_valid_key, {keys}, {out}_nothing_cast)
+        {out}_keys = Cast<to=1>({out}_clean)
+        {out}_q = Cast<to=1>({q})
+        {out}_keys_t = Transpose<perm=[0, 2, 1]>({out}_keys)
+        {out}_products = MatMul({out}_q, {out}_keys_t)
+        {out}_softmax_scale = Constant<value = float {{{head_dim**-0.5!r}}}>()
+        {out}_scores = Mul({out}_products, {out}_softmax_scale)
+        {out}_valid_row = Unsqueeze({valid}, {out}_one)
+        {out}_lowest = Constant<value = float {{-1e30}}>()
+        {out}_masked = Where({out}_valid_row, {out}_scores, {out}_lowest)
+        {out}_maximum = ReduceMax<keepdims=1>({out}_masked, {out}_last)
+        {out}_shifted = Sub({out}_masked, {out}_maximum)
+        {out}_exponentials = Exp({out}_shifted)
+        {out}_valid_float = Cast<to=1>({out}_valid_row)
+        {out}_p = Mul({out}_exponentials, {out}_valid_float)
+        {out}_sums = ReduceSum<keepdims=1>({out}_p, {out}_last)
+        {out}_sink_shifted = Sub({sink}, {out}_maximum)
+        {out}_sink_exp = Exp({out}_sink_shifted)
+        {out}_denominator = Add({out}_sums, {out}_sink_exp)
+        {out}_weighted = MatMul({out}_p, {out}_keys)
+        {out}_normalised = Div({out}_weighted, {out}_denominator)
+        {out} = {cast}({out}_normalised)
+    """
+
+
+ONNX_INSIDE = """
+    ring_shape = Shape(ring)
+    slot_count = Gather(ring_shape, zero)
+    ring_rows = Gather(ring_shape, one)
+    zero_scalar = Constant<value = int64 {0}>()
+    never = Constant<value = int64 {-1}>()
+    slot64 = Cast<to=7>(slots)
+    not_negative = Greater(slot64, never)
+    below = Less(slot64, slot_count)
+    inside = And(not_negative, below)
+    safe_slot = Where(inside, slot64, zero_scalar)
+"""
+"""ONNX text: sizes of ``ring``, whether each of ``slots`` is one of its slots, and an index that is."""
 
 
 def onnx_act_quant_dequant(x: str, out: str, group: int, cast: str) -> str:

@@ -7,40 +7,27 @@ the last W stay. A slot outside 0..S-1 (rejected or padding rows carry -1) write
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from .attention import CacheAttributes, cache_entry, onnx_quantize, onnx_rope_tables, onnx_rotate
+from .attention import ONNX_INSIDE, CacheAttributes, cache_entry, onnx_quantize, onnx_rope_tables, onnx_rotate
 from .op import Op, TensorSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attributes(CacheAttributes):
-    head_dim: int
 
 
 class ContextKvInsert(Op):
     name = "ContextKvInsert"
-    attributes_type = Attributes
-    widest = Attributes(rope_dims=64, rope_theta=1e4, quant_width=512, quant_group=32, head_dim=512)
+    attributes_type = CacheAttributes
+    all_inputs = (
+        TensorSpec("kv", "T", ("rows", "head_dim")),
+        TensorSpec("positions", "int32", ("rows",)),
+        TensorSpec("slots", "int32", ("rows",)),
+        TensorSpec("ring", "T", ("S", "W", "head_dim")),
+    )
+    all_outputs = (TensorSpec("ring_out", "T", ("S", "W", "head_dim"), alias="ring"),)
 
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("kv", "T", ("rows", attributes.head_dim)),
-            TensorSpec("positions", "int32", ("rows",)),
-            TensorSpec("slots", "int32", ("rows",)),
-            TensorSpec("ring", "T", ("S", "W", attributes.head_dim)),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("ring_out", "T", ("S", "W", attributes.head_dim)),)
-
-    def aliases(self, attributes: Attributes) -> dict[int, int]:
-        return {0: 3}
-
-    def reference(self, attributes: Attributes, kv: Tensor, positions: Tensor, slots: Tensor, ring: Tensor) -> Tensor:
+    def reference(
+        self, attributes: CacheAttributes, kv: Tensor, positions: Tensor, slots: Tensor, ring: Tensor
+    ) -> Tensor:
         slot_count, window = ring.shape[:2]
         inside = (slots >= 0) & (slots < slot_count)
         slot = torch.where(inside, slots, slot_count).long()
@@ -52,37 +39,30 @@ class ContextKvInsert(Op):
         out[slots[written].long(), (positions[written] % window).long()] = entries[written]
         return out
 
-    def onnx_body(self, attributes: Attributes, cast: str) -> str:
+    def onnx_body(self, attributes: CacheAttributes, cast: str) -> str:
         dim = attributes.head_dim
         # Rows that write nothing go to one spare row behind the ring, which is cut off again.
         return f"""
             {onnx_rope_tables("positions", attributes, dim)}
             {onnx_rotate("kv", "rotated", "cos", "sin", cast)}
             {onnx_quantize("rotated", "entries", attributes, dim, cast)}
-            ring_shape = Shape(ring)
             zero = Constant<value = int64[1] {{0}}>()
             one = Constant<value = int64[1] {{1}}>()
-            slot_count = Gather(ring_shape, zero)
-            window = Gather(ring_shape, one)
+            {ONNX_INSIDE}
             position64 = Cast<to=7>(positions)
-            slot64 = Cast<to=7>(slots)
             same_a = Unsqueeze(slot64, zero)
             same_b = Unsqueeze(slot64, one)
             same = Equal(same_a, same_b)
             position_row = Unsqueeze(position64, zero)
-            never = Constant<value = int64 {{-1}}>()
             same_positions = Where(same, position_row, never)
             newest = ReduceMax<keepdims=0>(same_positions, one)
-            oldest = Sub(newest, window)
+            oldest = Sub(newest, ring_rows)
             kept = Greater(position64, oldest)
-            not_negative = Greater(slot64, never)
-            below = Less(slot64, slot_count)
-            inside = And(not_negative, below)
             written = And(kept, inside)
-            index_in_ring = Mod(position64, window)
-            slot_base = Mul(slot64, window)
+            index_in_ring = Mod(position64, ring_rows)
+            slot_base = Mul(slot64, ring_rows)
             index = Add(slot_base, index_in_ring)
-            spare = Mul(slot_count, window)
+            spare = Mul(slot_count, ring_rows)
             target = Where(written, index, spare)
             target_column = Unsqueeze(target, one)
             flat_shape = Constant<value = int64[2] {{-1, {dim}}}>()

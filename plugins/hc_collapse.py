@@ -17,16 +17,11 @@ class Attributes:
 class HcCollapse(Op):
     name = "HcCollapse"
     attributes_type = Attributes
-    widest = Attributes()
-
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("streams", "T", ("rows", 4, "H")),
-            TensorSpec("pre", "float32", ("rows", 4)),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("hidden", "T", ("rows", "H")),)
+    all_inputs = (
+        TensorSpec("streams", "T", ("rows", 4, "H")),
+        TensorSpec("pre", "float32", ("rows", 4)),
+    )
+    all_outputs = (TensorSpec("hidden", "T", ("rows", "H")),)
 
     def reference(self, attributes: Attributes, streams: Tensor, pre: Tensor) -> Tensor:
         return collapse(streams, pre)

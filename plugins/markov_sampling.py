@@ -48,32 +48,20 @@ class Sampler(Protocol):
 class MarkovSampling(Op):
     name = "MarkovSampling"
     attributes_type = Attributes
-    widest = Attributes(block_size=5, sampling=True)
-
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        block = attributes.block_size
-        greedy = (
-            TensorSpec("base_logits", "float32", ("requests", block, "V")),
-            TensorSpec("anchor_ids", "int32", ("requests",)),
-            TensorSpec("embed", "T", ("V", "R")),
-            TensorSpec("head", "T", ("V", "R")),
-        )
-        if not attributes.sampling:
-            return greedy
-        return (
-            *greedy,
-            TensorSpec("positions", "int32", ("requests",)),
-            TensorSpec("temperature", "float32", ("requests",)),
-            TensorSpec("seeds", "int32", ("requests", 2)),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        block = attributes.block_size
-        return (
-            TensorSpec("draft_tokens", "int32", ("requests", block)),
-            TensorSpec("features", "T", ("requests", block, "R")),
-            TensorSpec("corrected_logits", "float32", ("requests", block, "V")),
-        )
+    all_inputs = (
+        TensorSpec("base_logits", "float32", ("requests", "block_size", "V")),
+        TensorSpec("anchor_ids", "int32", ("requests",)),
+        TensorSpec("embed", "T", ("V", "R")),
+        TensorSpec("head", "T", ("V", "R")),
+        TensorSpec("positions", "int32", ("requests",), when=("sampling", 0)),
+        TensorSpec("temperature", "float32", ("requests",), when=("sampling", 0)),
+        TensorSpec("seeds", "int32", ("requests", 2), when=("sampling", 0)),
+    )
+    all_outputs = (
+        TensorSpec("draft_tokens", "int32", ("requests", "block_size")),
+        TensorSpec("features", "T", ("requests", "block_size", "R")),
+        TensorSpec("corrected_logits", "float32", ("requests", "block_size", "V")),
+    )
 
     def reference(
         self,
@@ -175,8 +163,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int
     of :func:`noise_key`, and ``ids`` int64 where not all of the vocabulary is wanted."""
     if ids is None:
         ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
-    # 24 bits, centred: the largest u stays below 1 in float32.
-    uniform = ((noise_bits(noise_key(seeds, positions, salt), ids) >> 8).float() + 0.5) * 2.0**-24
+    # 23 bits, centred: float32 holds each of these exactly, and none is 1 (the largest of 24 bits would be).
+    uniform = ((noise_bits(noise_key(seeds, positions, salt), ids) >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
@@ -202,10 +190,10 @@ _ONNX_SAMPLING_CONSTANTS = f"""
             mul_b = Constant<value = int64 {{{0xC2B2AE35}}}>()
             div16 = Constant<value = int64 {{65536}}>()
             div13 = Constant<value = int64 {{8192}}>()
-            div8 = Constant<value = int64 {{256}}>()
+            div9 = Constant<value = int64 {{512}}>()
             salt = Constant<value = int64 {{{DRAFT_SALT}}}>()
             half = Constant<value = float {{0.5}}>()
-            unit = Constant<value = float {{{2.0**-24!r}}}>()
+            unit = Constant<value = float {{{2.0**-23!r}}}>()
             coldest = Constant<value = float {{1e-5}}>()
             no_temperature = Constant<value = float {{0.0}}>()
             zero_scalar = Constant<value = int64 {{0}}>()
@@ -255,7 +243,7 @@ def _onnx_gumbel(i: int) -> str:
             {_onnx_mix("ids", f"id_hash{i}")}
             joined{i} = BitwiseXor(key{i}, id_hash{i})
             {_onnx_mix(f"joined{i}", f"bits{i}")}
-            top{i} = Div(bits{i}, div8)
+            top{i} = Div(bits{i}, div9)
             top_float{i} = Cast<to=1>(top{i})
             centred{i} = Add(top_float{i}, half)
             uniform{i} = Mul(centred{i}, unit)

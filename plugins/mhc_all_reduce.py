@@ -64,26 +64,20 @@ class ResidualAttributes:
     tp_size: int
 
 
-def _mailbox(tp_size: int) -> tuple[TensorSpec, ...]:
-    return (TensorSpec("mailbox", "int32", ("P", 2)),) if tp_size > 1 else ()
+_MAILBOX = TensorSpec("mailbox", "int32", ("P", 2), when=("tp_size", 1), addresses=True)
 
 
 class MhcAllReduceResidualOnly(Op):
     name = "MhcAllReduceResidualOnly"
     attributes_type = ResidualAttributes
-    widest = ResidualAttributes(tp_size=2)
-
-    def inputs(self, attributes: ResidualAttributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("partial", "T", ("rows", "H")),
-            TensorSpec("streams", "T", ("rows", 4, "H")),
-            TensorSpec("post", "float32", ("rows", 4)),
-            TensorSpec("comb", "float32", ("rows", 4, 4)),
-            *_mailbox(attributes.tp_size),
-        )
-
-    def outputs(self, attributes: ResidualAttributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("streams_out", "T", ("rows", 4, "H")),)
+    all_inputs = (
+        TensorSpec("partial", "T", ("rows", "H")),
+        TensorSpec("streams", "T", ("rows", 4, "H")),
+        TensorSpec("post", "float32", ("rows", 4)),
+        TensorSpec("comb", "float32", ("rows", 4, 4)),
+        _MAILBOX,
+    )
+    all_outputs = (TensorSpec("streams_out", "T", ("rows", 4, "H")),)
 
     def reference(
         self, attributes: ResidualAttributes, partial: Tensor, streams: Tensor, post: Tensor, comb: Tensor, *_: Tensor
@@ -97,25 +91,20 @@ class MhcAllReduceResidualOnly(Op):
 class MhcAllReduce(Op):
     name = "MhcAllReduce"
     attributes_type = Attributes
-    widest = Attributes(tp_size=2, norm_eps=1e-6)
-
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("partial", "T", ("rows", "H")),
-            TensorSpec("streams", "T", ("rows", 4, "H")),
-            TensorSpec("post", "float32", ("rows", 4)),
-            TensorSpec("comb", "float32", ("rows", 4, 4)),
-            TensorSpec("pre", "float32", ("rows", 4)),
-            TensorSpec("norm_weight", "T", ("H",)),
-            *_mailbox(attributes.tp_size),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("streams_out", "T", ("rows", 4, "H")),
-            TensorSpec("hidden", "T", ("rows", "H")),
-            TensorSpec("normed", "T", ("rows", "H")),
-        )
+    all_inputs = (
+        TensorSpec("partial", "T", ("rows", "H")),
+        TensorSpec("streams", "T", ("rows", 4, "H")),
+        TensorSpec("post", "float32", ("rows", 4)),
+        TensorSpec("comb", "float32", ("rows", 4, 4)),
+        TensorSpec("pre", "float32", ("rows", 4)),
+        TensorSpec("norm_weight", "T", ("H",)),
+        _MAILBOX,
+    )
+    all_outputs = (
+        TensorSpec("streams_out", "T", ("rows", 4, "H")),
+        TensorSpec("hidden", "T", ("rows", "H")),
+        TensorSpec("normed", "T", ("rows", "H")),
+    )
 
     def reference(
         self,

@@ -8,7 +8,9 @@ end on the columns).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,22 +31,21 @@ class Attributes:
 class MhcCoefficients(Op):
     name = "MhcCoefficients"
     attributes_type = Attributes
-    widest = Attributes(rms_eps=1e-6, hc_eps=1e-6, sinkhorn_iters=20)
+    all_inputs = (
+        TensorSpec("streams", "T", ("rows", 4, "H")),
+        TensorSpec("fn", "float32", (24, "K")),
+        TensorSpec("scale", "float32", (3,)),
+        TensorSpec("base", "float32", (24,)),
+    )
+    all_outputs = (
+        TensorSpec("pre", "float32", ("rows", 4)),
+        TensorSpec("post", "float32", ("rows", 4)),
+        TensorSpec("comb", "float32", ("rows", 4, 4)),
+    )
 
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("streams", "T", ("rows", 4, "H")),
-            TensorSpec("fn", "float32", (24, "K")),
-            TensorSpec("scale", "float32", (3,)),
-            TensorSpec("base", "float32", (24,)),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("pre", "float32", ("rows", 4)),
-            TensorSpec("post", "float32", ("rows", 4)),
-            TensorSpec("comb", "float32", ("rows", 4, 4)),
-        )
+    def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
+        wanted = 4 * sizes["H"]
+        return "" if sizes["K"] == wanted else f"fn has {sizes['K']} columns, expected {wanted}: four streams"
 
     def reference(
         self, attributes: Attributes, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor

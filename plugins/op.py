@@ -11,7 +11,8 @@ Calling an operation inside ``torch.onnx.export`` writes one node of domain ``ds
 anywhere else checks the inputs and computes the reference.
 
 Dimensions: a lower-case word (``rows``) is dynamic, a capital letter (``H``) is static and must be
-known when an engine is built, an integer is that integer.
+known when an engine is built, an integer is that integer; an attribute's name, possibly divided
+(``hidden_size/2``), is what the attribute makes it.
 Dtypes: ``T`` is the activation type of the call (bfloat16, float16 or float32), ``int8`` also carries
 the bytes of FP8, FP4 and E8M0 tensors.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -52,11 +53,17 @@ class OpError(ValueError):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output: ``dims`` mixes words (dynamic), capital letters (static) and integers."""
+    """One input or output; the module's opening says what ``dims`` holds."""
 
     name: str
     dtype: str
     dims: tuple[str | int, ...]
+    when: tuple[str, int] | None = None
+    """Of an input that is there only where this attribute exceeds this number."""
+    alias: str | None = None
+    """Of an output: the input whose memory it shares."""
+    addresses: bool = False
+    """Of an input that holds device addresses: nothing may follow them while an engine is being built."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}[{', '.join(map(str, self.dims))}]"
@@ -67,22 +74,32 @@ def is_dynamic(dim: str | int) -> bool:
     return isinstance(dim, str) and not dim.isupper()
 
 
+def parse_dim(dim: str) -> tuple[str, int]:
+    """The word or attribute of a dimension and what it is divided by: "hidden_size/2" -> ("hidden_size", 2)."""
+    name, _, divisor = dim.partition("/")
+    return name, int(divisor or 1)
+
+
+def _with_sizes(spec: TensorSpec, attributes: Any) -> TensorSpec:
+    def size(dim: str | int) -> str | int:
+        if isinstance(dim, int):
+            return dim
+        name, divisor = parse_dim(dim)
+        return getattr(attributes, name) // divisor if hasattr(attributes, name) else dim
+
+    return dataclasses.replace(spec, dims=tuple(size(dim) for dim in spec.dims))
+
+
 class Op(ABC):
     """An operation: declaration, reference and standard-ONNX body. Subclasses hold no state."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     attributes_type: ClassVar[type]
-    widest: ClassVar[Any]
-    """Attributes under which the operation has all its inputs."""
-
-    @abstractmethod
-    def inputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
-        """The inputs, in order."""
-
-    @abstractmethod
-    def outputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
-        """The outputs, in order; their symbols all occur in the inputs."""
+    all_inputs: ClassVar[tuple[TensorSpec, ...]]
+    """The inputs, in order; those that some attributes rule out come last."""
+    all_outputs: ClassVar[tuple[TensorSpec, ...]]
+    """The outputs, in order; their symbols all occur in the inputs."""
 
     @abstractmethod
     def reference(self, attributes: Any, *tensors: Any, **_: Any) -> Any:
@@ -92,13 +109,23 @@ class Op(ABC):
     def onnx_body(self, attributes: Any, cast: str) -> str:
         """The body in ONNX text syntax; ``cast`` is the Cast call to the activation type."""
 
+    def inputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
+        """The inputs that there are with these attributes, dimensions that depend on them as integers."""
+        there = (s for s in self.all_inputs if s.when is None or getattr(attributes, s.when[0]) > s.when[1])
+        return tuple(_with_sizes(spec, attributes) for spec in there)
+
+    def outputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
+        """The outputs, dimensions that depend on the attributes as integers."""
+        return tuple(_with_sizes(spec, attributes) for spec in self.all_outputs)
+
     def aliases(self, attributes: Any) -> dict[int, int]:
         """Output index -> index of the input whose memory it shares."""
-        return {}
+        names = [spec.name for spec in self.inputs(attributes)]
+        return {i: names.index(spec.alias) for i, spec in enumerate(self.all_outputs) if spec.alias}
 
-    def all_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs under whichever attributes there are most; fewer are a prefix of these."""
-        return self.inputs(self.widest)
+    def size_problem(self, attributes: Any, sizes: Mapping[str, Any]) -> str:
+        """What is wrong with sizes (symbol -> size) that no shared symbol ties together; "" if nothing is."""
+        return ""
 
     def field_kinds(self) -> dict[str, type]:
         """Attribute name -> the type that carries it in ONNX and in a plugin: int (also bool), float or str."""
@@ -141,6 +168,8 @@ class Op(ABC):
                         f"{self.name}: {spec.name} has shape {list(tensor.shape)}, "
                         f"expected {spec} with {dim} = {expected}"
                     )
+        if problem := self.size_problem(attributes, bindings):
+            raise OpError(f"{self.name}: {problem}")
         return bindings
 
     def _emit(self, attributes: Any, tensors: Sequence[Tensor], bindings: dict[str, Any]) -> Any:

@@ -7,7 +7,9 @@ and the result is rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +28,17 @@ class Attributes:
 class QuantizedLinear(Op):
     name = "QuantizedLinear"
     attributes_type = Attributes
-    widest = Attributes(block=32)
+    all_inputs = (
+        TensorSpec("x", "T", ("rows", "K")),
+        TensorSpec("weight", "int8", ("N", "K")),
+        TensorSpec("scale", "int8", ("M", "J")),
+    )
+    all_outputs = (TensorSpec("y", "T", ("rows", "N")),)
 
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (
-            TensorSpec("x", "T", ("rows", "K")),
-            TensorSpec("weight", "int8", ("N", "K")),
-            TensorSpec("scale", "int8", ("M", "J")),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("y", "T", ("rows", "N")),)
+    def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
+        wanted = [-(-sizes[dim] // attributes.block) for dim in "NK"]
+        found = [sizes["M"], sizes["J"]]
+        return "" if found == wanted else f"scale has shape {found}, expected {wanted}: one a block of the weight"
 
     def reference(self, attributes: Attributes, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         block = attributes.block

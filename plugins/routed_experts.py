@@ -33,26 +33,18 @@ class Attributes:
 class RoutedExperts(Op):
     name = "RoutedExperts"
     attributes_type = Attributes
-    widest = Attributes(group=32, hidden_size=5120, intermediate_size=2304, swiglu_limit=10.0)
-
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        hidden, inner = attributes.hidden_size, attributes.intermediate_size
-        up = (("E", inner, hidden // 2), ("E", inner, hidden // FP4_BLOCK))
-        down = (("E", hidden, inner // 2), ("E", hidden, inner // FP4_BLOCK))
-        return (
-            TensorSpec("x", "T", ("rows", hidden)),
-            TensorSpec("indices", "int32", ("rows", "K")),
-            TensorSpec("weights", "float32", ("rows", "K")),
-            TensorSpec("w1", "int8", up[0]),
-            TensorSpec("w1_scale", "int8", up[1]),
-            TensorSpec("w2", "int8", down[0]),
-            TensorSpec("w2_scale", "int8", down[1]),
-            TensorSpec("w3", "int8", up[0]),
-            TensorSpec("w3_scale", "int8", up[1]),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("y", "float32", ("rows", attributes.hidden_size)),)
+    all_inputs = (
+        TensorSpec("x", "T", ("rows", "hidden_size")),
+        TensorSpec("indices", "int32", ("rows", "K")),
+        TensorSpec("weights", "float32", ("rows", "K")),
+        TensorSpec("w1", "int8", ("E", "intermediate_size", "hidden_size/2")),
+        TensorSpec("w1_scale", "int8", ("E", "intermediate_size", f"hidden_size/{FP4_BLOCK}")),
+        TensorSpec("w2", "int8", ("E", "hidden_size", "intermediate_size/2")),
+        TensorSpec("w2_scale", "int8", ("E", "hidden_size", f"intermediate_size/{FP4_BLOCK}")),
+        TensorSpec("w3", "int8", ("E", "intermediate_size", "hidden_size/2")),
+        TensorSpec("w3_scale", "int8", ("E", "intermediate_size", f"hidden_size/{FP4_BLOCK}")),
+    )
+    all_outputs = (TensorSpec("y", "float32", ("rows", "hidden_size")),)
 
     def reference(
         self, attributes: Attributes, x: Tensor, indices: Tensor, weights: Tensor, *experts: Tensor

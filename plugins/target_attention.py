@@ -10,19 +10,20 @@ a zero row. The output is rotated back to the row's position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention import CacheAttributes, onnx_rope_tables, onnx_rotate, sink_attention
+from .attention import ONNX_INSIDE, CacheAttributes, onnx_rope_tables, onnx_rotate, onnx_sink_attention, sink_attention
 from .numerics import apply_rope, rope_tables
 from .op import Op, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attributes(CacheAttributes):
-    head_dim: int
     window: int
     """Positions that a row sees, its own included."""
 
@@ -30,20 +31,18 @@ class Attributes(CacheAttributes):
 class TargetAttention(Op):
     name = "TargetAttention"
     attributes_type = Attributes
-    widest = Attributes(rope_dims=64, rope_theta=1e4, quant_width=512, quant_group=32, head_dim=512, window=128)
+    all_inputs = (
+        TensorSpec("q", "T", ("rows", "N", "head_dim")),
+        TensorSpec("positions", "int32", ("rows",)),
+        TensorSpec("slots", "int32", ("rows",)),
+        TensorSpec("ring", "T", ("S", "W", "head_dim")),
+        TensorSpec("sink", "float32", ("N",)),
+    )
+    all_outputs = (TensorSpec("attended", "T", ("rows", "N", "head_dim")),)
 
-    def inputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        dim = attributes.head_dim
-        return (
-            TensorSpec("q", "T", ("rows", "N", dim)),
-            TensorSpec("positions", "int32", ("rows",)),
-            TensorSpec("slots", "int32", ("rows",)),
-            TensorSpec("ring", "T", ("S", "W", dim)),
-            TensorSpec("sink", "float32", ("N",)),
-        )
-
-    def outputs(self, attributes: Attributes) -> tuple[TensorSpec, ...]:
-        return (TensorSpec("attended", "T", ("rows", "N", attributes.head_dim)),)
+    def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
+        rows, window = sizes["W"], attributes.window
+        return "" if rows >= window else f"ring has {rows} rows a slot, expected {window} (the window) or more"
 
     def reference(
         self, attributes: Attributes, q: Tensor, positions: Tensor, slots: Tensor, ring: Tensor, sink: Tensor
@@ -71,23 +70,14 @@ class TargetAttention(Op):
             zero = Constant<value = int64[1] {{0}}>()
             one = Constant<value = int64[1] {{1}}>()
             two = Constant<value = int64[1] {{2}}>()
-            zero_scalar = Constant<value = int64 {{0}}>()
-            never = Constant<value = int64 {{-1}}>()
-            ring_shape = Shape(ring)
-            slot_count = Gather(ring_shape, zero)
-            ring_rows = Gather(ring_shape, one)
+            {ONNX_INSIDE}
             offsets = Constant<value = int64[{attributes.window}] {{{offsets}}}>()
             position64 = Cast<to=7>(positions)
             position_column64 = Unsqueeze(position64, one)
             key_positions = Add(position_column64, offsets)
-            slot64 = Cast<to=7>(slots)
-            not_negative = Greater(slot64, never)
-            below = Less(slot64, slot_count)
-            inside = And(not_negative, below)
             inside_column = Unsqueeze(inside, one)
             written = Greater(key_positions, never)
             valid = And(written, inside_column)
-            safe_slot = Where(inside, slot64, zero_scalar)
             slot_column = Unsqueeze(safe_slot, one)
             slot_base = Mul(slot_column, ring_rows)
             safe_positions = Max(key_positions, zero_scalar)
@@ -95,40 +85,16 @@ class TargetAttention(Op):
             index = Add(slot_base, in_ring)
             flat_shape = Constant<value = int64[2] {{-1, {dim}}}>()
             flat = Reshape(ring, flat_shape)
-            keys_raw = Gather<axis=0>(flat, index)
-            valid_key = Unsqueeze(valid, two)
-            nothing_float = Constant<value = float {{0.0}}>()
-            nothing = {cast}(nothing_float)
-            keys_clean = Where(valid_key, keys_raw, nothing)
-            keys = Cast<to=1>(keys_clean)
+            keys = Gather<axis=0>(flat, index)
             cos_head = Unsqueeze(cos, one)
             sin_head = Unsqueeze(sin, one)
             {onnx_rotate("q", "q_rotated", "cos_head", "sin_head", cast)}
-            q_float = Cast<to=1>(q_rotated)
-            keys_t = Transpose<perm=[0, 2, 1]>(keys)
-            products = MatMul(q_float, keys_t)
-            softmax_scale = Constant<value = float {{{dim**-0.5!r}}}>()
-            scores = Mul(products, softmax_scale)
-            valid_row = Unsqueeze(valid, one)
-            hidden_score = Constant<value = float {{-1e30}}>()
-            masked = Where(valid_row, scores, hidden_score)
-            maximum = ReduceMax<keepdims=1>(masked, two)
-            shifted = Sub(masked, maximum)
-            exponentials = Exp(shifted)
-            valid_float = Cast<to=1>(valid_row)
-            p = Mul(exponentials, valid_float)
-            sums = ReduceSum<keepdims=1>(p, two)
             sink_row = Unsqueeze(sink, zero)
             sink_column = Unsqueeze(sink_row, two)
-            sink_shifted = Sub(sink_column, maximum)
-            sink_exp = Exp(sink_shifted)
-            denominator = Add(sums, sink_exp)
-            weighted = MatMul(p, keys)
-            normalised = Div(weighted, denominator)
+            {onnx_sink_attention("q_rotated", "keys", "valid", "sink_column", "out", dim, cast)}
             inside_head = Unsqueeze(inside_column, two)
-            out_float = Where(inside_head, normalised, nothing_float)
-            out_cast = {cast}(out_float)
-            {onnx_rotate("out_cast", "attended", "cos_head", "sin_head", cast, inverse=True)}
+            visible = Where(inside_head, out, out_nothing_cast)
+            {onnx_rotate("visible", "attended", "cos_head", "sin_head", cast, inverse=True)}
         """
 
 

@@ -234,6 +234,10 @@ def _plugin_classes(api: TensorRT) -> tuple[type, type]:
         def _check(self, descriptions: Sequence[Any], num_inputs: int) -> None:
             if problems := check_tensors(self.op, self.attributes, [describe(d) for d in descriptions], num_inputs):
                 raise OpError("; ".join(problems))
+            named = zip(self.specs, descriptions[:num_inputs], strict=True)
+            sizes = {str(d): size for spec, desc in named for d, size in zip(spec.dims, desc.dims, strict=True)}
+            if problem := self.op.size_problem(self.attributes, sizes):
+                raise OpError(problem)
 
         @_noting
         def get_aliased_input(self, output: int) -> int:

@@ -19,11 +19,9 @@ from dspark_trt.builder.model.draft import DraftModel
 from dspark_trt.builder.model.target import TargetModel
 from torch import Tensor
 
-from tests.released import language_keys, tiny_config, write_checkpoint
+from tests.released import language_keys, random_tensors, tiny_config, write_checkpoint
 
 VARIANTS = ("v4", "v4.1")
-SMALL_V4 = {"weight_block_size": 32}
-"""Blocks of 32 let a tiny V4 model split over two ranks."""
 
 
 def ids(*values: int) -> Tensor:
@@ -39,11 +37,16 @@ class TinyCheckpoint:
     variant: str
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)
+    outlier: float = 1.0
+    """Factor of one channel of every kv row, so that the channels that share its scale show."""
 
     def __post_init__(self) -> None:
         root = tiny_config(self.variant, **self.overrides)
         self.keys = language_keys(root)
-        self.tensors = write_checkpoint(self.directory / "released", root, seed=self.seed)
+        norms = {k: t for k, t in random_tensors(root, seed=self.seed).items() if k.endswith("kv_norm.weight")}
+        for norm in norms.values():
+            norm[3] *= self.outlier
+        self.tensors = write_checkpoint(self.directory / "released", root, seed=self.seed, replace=norms)
 
     def shards(self, tp_size: int = 1) -> Path:
         path = self.directory / f"shards{tp_size}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tests.configs import TinyCheckpoint
+if TYPE_CHECKING:
+    from tests.configs import TinyCheckpoint
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,6 +25,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyCheckpoint]:
     """``tiny(variant, **overrides)``: a tiny checkpoint, written once a session for each set of arguments."""
+    # Here, so that tests on a GPU machine need no more than what they import themselves.
+    from tests.configs import TinyCheckpoint
+
     made: dict[str, TinyCheckpoint] = {}
 
     def make(variant: str, **overrides: Any) -> TinyCheckpoint:

@@ -69,7 +69,7 @@ typedef struct {
   const void* comb;  // comb float32[rows, 4, 4]
   const void* pre;  // pre float32[rows, 4]
   const void* norm_weight;  // norm_weight T[H]
-  const void* mailbox;  // mailbox int32[P, 2]
+  const void* mailbox;  // mailbox int32[P, 2], null unless tp_size > 1
   void* streams_out;  // streams_out T[rows, 4, H]
   void* hidden;  // hidden T[rows, H]
   void* normed;  // normed T[rows, H]
@@ -90,7 +90,7 @@ typedef struct {
   const void* streams;  // streams T[rows, 4, H]
   const void* post;  // post float32[rows, 4]
   const void* comb;  // comb float32[rows, 4, 4]
-  const void* mailbox;  // mailbox int32[P, 2]
+  const void* mailbox;  // mailbox int32[P, 2], null unless tp_size > 1
   void* streams_out;  // streams_out T[rows, 4, H]
   void* workspace;
   int64_t size_rows;
@@ -117,13 +117,13 @@ int dspark_hc_collapse(const dspark_hc_collapse_params* params, cudaStream_t str
 typedef struct {
   int32_t activation;  // of T tensors
   int32_t reserved;
-  const void* q;  // q T[requests, B, N, 512]
-  const void* kv;  // kv T[requests, B, 512]
+  const void* q;  // q T[requests, B, N, head_dim]
+  const void* kv;  // kv T[requests, B, head_dim]
   const void* positions;  // positions int32[requests]
   const void* slots;  // slots int32[requests]
-  const void* ring;  // ring T[S, W, 512]
+  const void* ring;  // ring T[S, W, head_dim]
   const void* sink;  // sink float32[N]
-  void* attended;  // attended T[requests, B, N, 512]
+  void* attended;  // attended T[requests, B, N, head_dim]
   void* workspace;
   int64_t size_requests;
   int64_t size_B;
@@ -142,12 +142,12 @@ int dspark_draft_attention(const dspark_draft_attention_params* params, cudaStre
 typedef struct {
   int32_t activation;  // of T tensors
   int32_t reserved;
-  const void* q;  // q T[rows, N, 512]
+  const void* q;  // q T[rows, N, head_dim]
   const void* positions;  // positions int32[rows]
   const void* slots;  // slots int32[rows]
-  const void* ring;  // ring T[S, W, 512]
+  const void* ring;  // ring T[S, W, head_dim]
   const void* sink;  // sink float32[N]
-  void* attended;  // attended T[rows, N, 512]
+  void* attended;  // attended T[rows, N, head_dim]
   void* workspace;
   int64_t size_rows;
   int64_t size_N;
@@ -166,11 +166,11 @@ int dspark_target_attention(const dspark_target_attention_params* params, cudaSt
 typedef struct {
   int32_t activation;  // of T tensors
   int32_t reserved;
-  const void* kv;  // kv T[rows, 512]
+  const void* kv;  // kv T[rows, head_dim]
   const void* positions;  // positions int32[rows]
   const void* slots;  // slots int32[rows]
-  const void* ring;  // ring T[S, W, 512]
-  void* ring_out;  // ring_out T[S, W, 512]
+  const void* ring;  // ring T[S, W, head_dim]
+  void* ring_out;  // ring_out T[S, W, head_dim]
   void* workspace;
   int64_t size_rows;
   int64_t size_S;
@@ -205,16 +205,16 @@ int dspark_quantized_linear(const dspark_quantized_linear_params* params, cudaSt
 typedef struct {
   int32_t activation;  // of T tensors
   int32_t reserved;
-  const void* x;  // x T[rows, 5120]
+  const void* x;  // x T[rows, hidden_size]
   const void* indices;  // indices int32[rows, K]
   const void* weights;  // weights float32[rows, K]
-  const void* w1;  // w1 int8[E, 2304, 2560]
-  const void* w1_scale;  // w1_scale int8[E, 2304, 160]
-  const void* w2;  // w2 int8[E, 5120, 1152]
-  const void* w2_scale;  // w2_scale int8[E, 5120, 72]
-  const void* w3;  // w3 int8[E, 2304, 2560]
-  const void* w3_scale;  // w3_scale int8[E, 2304, 160]
-  void* y;  // y float32[rows, 5120]
+  const void* w1;  // w1 int8[E, intermediate_size, hidden_size/2]
+  const void* w1_scale;  // w1_scale int8[E, intermediate_size, hidden_size/32]
+  const void* w2;  // w2 int8[E, hidden_size, intermediate_size/2]
+  const void* w2_scale;  // w2_scale int8[E, hidden_size, intermediate_size/32]
+  const void* w3;  // w3 int8[E, intermediate_size, hidden_size/2]
+  const void* w3_scale;  // w3_scale int8[E, intermediate_size, hidden_size/32]
+  void* y;  // y float32[rows, hidden_size]
   void* workspace;
   int64_t size_rows;
   int64_t size_K;
@@ -230,16 +230,16 @@ int dspark_routed_experts(const dspark_routed_experts_params* params, cudaStream
 typedef struct {
   int32_t activation;  // of T tensors
   int32_t reserved;
-  const void* base_logits;  // base_logits float32[requests, 5, V]
+  const void* base_logits;  // base_logits float32[requests, block_size, V]
   const void* anchor_ids;  // anchor_ids int32[requests]
   const void* embed;  // embed T[V, R]
   const void* head;  // head T[V, R]
-  const void* positions;  // positions int32[requests]
-  const void* temperature;  // temperature float32[requests]
-  const void* seeds;  // seeds int32[requests, 2]
-  void* draft_tokens;  // draft_tokens int32[requests, 5]
-  void* features;  // features T[requests, 5, R]
-  void* corrected_logits;  // corrected_logits float32[requests, 5, V]
+  const void* positions;  // positions int32[requests], null unless sampling > 0
+  const void* temperature;  // temperature float32[requests], null unless sampling > 0
+  const void* seeds;  // seeds int32[requests, 2], null unless sampling > 0
+  void* draft_tokens;  // draft_tokens int32[requests, block_size]
+  void* features;  // features T[requests, block_size, R]
+  void* corrected_logits;  // corrected_logits float32[requests, block_size, V]
   void* workspace;
   int64_t size_requests;
   int64_t size_V;

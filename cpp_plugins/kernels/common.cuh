@@ -102,37 +102,64 @@ __device__ __forceinline__ void release_successor() {
 #endif
 }
 
-// Loads 16 bytes of a constant; stays where it is written, so also before wait_for_predecessor().
+// Loads 16 bytes of a constant; stays where it is written, also before wait_for_predecessor() (a load through
+// the read-only path would be moved behind it).
 template <typename T>
 __device__ __forceinline__ Vector<T> load_constant(const T* address) {
   Vector<T> result;
   uint4& bits = *reinterpret_cast<uint4*>(&result);
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                : "l"(address));
   return result;
 }
 
+struct DeviceLimits {
+  int multiprocessors;
+  int shared_bytes;  // of one block, after opting in
+};
+
+inline bool device_limits(DeviceLimits* limits) {
+  int device;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&limits->multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
+}
+
 struct LaunchShape {
   dim3 grid;
   unsigned threads;
-  unsigned cluster = 1;  // blocks along x that form a thread block cluster
+  unsigned cluster = 0;       // blocks along x that form a thread block cluster; 0 for none
+  unsigned shared_bytes = 0;  // dynamic shared memory of a block
+  bool cooperative = false;   // all blocks run at once, and after the predecessor, or the launch fails
 };
 
-// Launches a kernel that calls wait_for_predecessor(); returns a dspark_status.
+// Launches a kernel that calls wait_for_predecessor() or is cooperative; returns a dspark_status.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream, Arguments... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
   config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  if (device_major() >= 9) {
+  constexpr unsigned kAlwaysAllowed = 48 * 1024;
+  if (shape.shared_bytes > kAlwaysAllowed) {
+    DeviceLimits limits;
+    // The device's limit rather than this launch's size, so that launches from several threads agree.
+    if (device_limits(&limits))
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+  }
+  if (shape.cooperative) {
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
+    config.numAttrs = 1;
+  } else if (device_major() >= 9) {
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     config.numAttrs = 1;
-    if (shape.cluster > 1) {
+    if (shape.cluster > 0) {
       attributes[1].id = cudaLaunchAttributeClusterDimension;
       attributes[1].val.clusterDim.x = shape.cluster;
       attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;

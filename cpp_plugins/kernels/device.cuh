@@ -1,5 +1,4 @@
-// What the kernels ask of the device beyond plain C++: asynchronous copies, matrix instructions, relaxed
-// accesses, launches. Nothing else in this folder holds assembly for these.
+// What kernels ask of the device beyond plain C++: asynchronous copies, matrix instructions, relaxed accesses.
 #pragma once
 
 #include "common.cuh"
@@ -92,48 +91,6 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
-}
-
-struct DeviceLimits {
-  int multiprocessors;
-  int shared_bytes;  // of one block, after opting in
-};
-
-inline bool device_limits(DeviceLimits* limits) {
-  int device;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&limits->multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
-}
-
-// Enqueues a kernel and returns its status. A cooperative kernel starts only if all of its blocks run at once.
-template <typename... P>
-int launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, bool cooperative, cudaStream_t stream,
-           P... arguments) {
-  constexpr int kAlwaysAllowed = 48 * 1024;
-  if (shared_bytes > kAlwaysAllowed) {
-    DeviceLimits limits;
-    // The device's limit rather than this call's size: calls from several threads then agree.
-    if (!device_limits(&limits) || cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                        limits.shared_bytes) != cudaSuccess) {
-      cudaGetLastError();
-      return DSPARK_LAUNCH_FAILED;
-    }
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  config.attrs = &attribute;
-  config.numAttrs = cooperative ? 1 : 0;
-  if (cudaLaunchKernelEx(&config, kernel, arguments...) == cudaSuccess) return DSPARK_OK;
-  cudaGetLastError();
-  return DSPARK_LAUNCH_FAILED;
 }
 
 }  // namespace dspark

@@ -72,11 +72,12 @@ class Mailbox {
       const uint2 halves = addresses[i];
       regions_[i] = reinterpret_cast<char*>(static_cast<uint64_t>(halves.y) << 32 | halves.x);
     }
-    const int32_t* words = header();
-    rank_ = words[DSPARK_MAILBOX_RANK];
-    timeout_ns_ = static_cast<uint64_t>(words[DSPARK_MAILBOX_TIMEOUT_MS]) * 1000000u;
-    fits_ = words[DSPARK_MAILBOX_RANKS] == kRanks && words[DSPARK_MAILBOX_HIDDEN] == width &&
-            words[DSPARK_MAILBOX_CHANNEL_BYTES] == static_cast<int>(sizeof(T));
+    static_assert(DSPARK_MAILBOX_RANK == 0 && DSPARK_MAILBOX_RANKS == 1 && DSPARK_MAILBOX_HIDDEN == 2 &&
+                  DSPARK_MAILBOX_CHANNEL_BYTES == 3, "read at once");
+    const int4 constants = *reinterpret_cast<const int4*>(header());
+    timeout_ns_ = static_cast<uint64_t>(header()[DSPARK_MAILBOX_TIMEOUT_MS]) * 1000000u;
+    rank_ = constants.x;
+    fits_ = (constants.y == kRanks) & (constants.z == width) & (constants.w == static_cast<int>(sizeof(T)));
   }
 
   // Reads what the call before left; after wait_for_predecessor().
@@ -127,13 +128,15 @@ class Mailbox {
     return sum;
   }
 
-  // Called by one thread of each of the grid's `blocks` once its block has opened the mailbox: the last of
-  // them moves on to the next generation.
-  __device__ __forceinline__ void close(unsigned blocks) const {
-    int32_t* words = header();
-    if (atomicInc(reinterpret_cast<unsigned*>(words + DSPARK_MAILBOX_ARRIVED), blocks - 1) == blocks - 1) {
-      words[DSPARK_MAILBOX_GENERATION] = generation_ + 1 == DSPARK_MAILBOX_GENERATIONS ? 0 : generation_ + 1;
-    }
+  // Counts a block of the grid's `blocks` once all its threads have opened the mailbox; returns how many came before.
+  __device__ __forceinline__ unsigned arrive(unsigned blocks) const {
+    return atomicInc(reinterpret_cast<unsigned*>(header() + DSPARK_MAILBOX_ARRIVED), blocks - 1);
+  }
+
+  // The block that arrived last moves on to the next generation; the counter has wrapped to 0 by itself.
+  __device__ __forceinline__ void advance(unsigned arrived, unsigned blocks) const {
+    if (arrived != blocks - 1) return;
+    header()[DSPARK_MAILBOX_GENERATION] = generation_ + 1 == DSPARK_MAILBOX_GENERATIONS ? 0 : generation_ + 1;
   }
 
  private:
@@ -191,7 +194,8 @@ class Mailbox<T, 1> {
   __device__ __forceinline__ void open() {}
   __device__ __forceinline__ void publish(const Pack<T>&, int64_t, int) const {}
   __device__ __forceinline__ Pack<T> collect(const Pack<T>& own, int64_t, int) { return own; }
-  __device__ __forceinline__ void close(unsigned) const {}
+  __device__ __forceinline__ unsigned arrive(unsigned) const { return 0; }
+  __device__ __forceinline__ void advance(unsigned, unsigned) const {}
 };
 
 }  // namespace dspark

@@ -49,31 +49,112 @@ __device__ __forceinline__ float collapse(const float4& weights, float s0, float
   return __fadd_rn(total, __fmul_rn(weights.w, s3));
 }
 
-// Thread block clusters. Before Hopper a cluster is one block, and its barrier the block's.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
+// A sum over the warps of all blocks of a cluster, row after row, with the same bits in every thread. A warp
+// sends its part into the shared memory of each block; the stores count on the receiver's barrier, so nobody
+// waits for more than the parts, and two sets of slots and barriers take turns. A cluster is the blocks of
+// one blockIdx.y. Before Hopper it is a single block.
+class ClusterSum {
+ public:
+  static constexpr int kMaxBlocks = 8, kMaxParts = 128;
 
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
+  struct Storage {
+    float4 parts[2][kMaxParts / 4];
+    uint64_t arrived[2];
+  };
 
-// Writes a float of this block's shared memory at the same place in block `rank` of the cluster.
-__device__ __forceinline__ void cluster_store(float* address, int rank, float value) {
+  // At the kernel's start, by all threads; blockDim.x is a multiple of 128.
+  __device__ __forceinline__ explicit ClusterSum(Storage& storage) : storage_(storage) {
 #if __CUDA_ARCH__ >= 900
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-#else
-  *address = value;
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&storage.arrived[i])) : "memory");
+        expect(i);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
-}
+  }
+
+  // The sum of all threads' values, by all threads.
+  __device__ __forceinline__ float operator()(float value) {
+    const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int set = turn_ % 2;
+    value = warp_sum(value);
+#if __CUDA_ARCH__ >= 900
+    // Nothing is sent to a block that has not started.
+    if (turn_ == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (lane < gridDim.x) send(set, blockIdx.x * warps + warp, lane, value);
+    while (!has_arrived(set, turn_ / 2 % 2)) {
+    }
+    if (threadIdx.x == 0) expect(set);  // the next but one
+#else
+    if (lane == 0) reinterpret_cast<float*>(storage_.parts[set])[warp] = value;
+    __syncthreads();
+#endif
+    const int quads = gridDim.x * warps / 4;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int first = 0; first < quads; first += kMaxBlocks) {
+#pragma unroll
+      for (int i = 0; i < kMaxBlocks; ++i) {
+        if (first + i >= quads) continue;
+        const float4 part = storage_.parts[set][first + i];
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      }
+    }
+    ++turn_;
+    return (sum.x + sum.y) + (sum.z + sum.w);
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+  }
+
+  __device__ __forceinline__ void expect(int set) {
+    const uint32_t bytes = gridDim.x * (blockDim.x / kWarp) * sizeof(float);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&storage_.arrived[set])),
+                 "r"(bytes)
+                 : "memory");
+  }
+
+  __device__ __forceinline__ void send(int set, int part, int block, float value) {
+    const float* slot = reinterpret_cast<const float*>(storage_.parts[set]) + part;
+    asm volatile(
+        "{\n"
+        ".reg .b32 slot, barrier;\n"
+        "mapa.shared::cluster.u32 slot, %0, %2;\n"
+        "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [slot], %3, [barrier];\n"
+        "}" ::"r"(shared_address(slot)),
+        "r"(shared_address(&storage_.arrived[set])), "r"(block), "r"(__float_as_uint(value))
+        : "memory");
+  }
+
+  __device__ __forceinline__ bool has_arrived(int set, int phase) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(&storage_.arrived[set])), "r"(phase)
+        : "memory");
+    return done != 0;
+  }
+#endif
+
+  Storage& storage_;
+  int turn_ = 0;
+};
 
 }  // namespace dspark

@@ -3,8 +3,7 @@
 // A cluster of blocks owns a row, a thread eight of its channels. The thread publishes its channels of the
 // partial sum in the mailbox (one rank: skips that), loads its channels of the four streams meanwhile,
 // collects the other ranks' parts, and mixes, collapses and normalises in registers. Only the norm's sum of
-// squares leaves the thread: every warp writes its sum to all blocks of the cluster, and after one cluster
-// barrier each block adds them in the same order.
+// squares leaves the thread (ClusterSum).
 //
 // With several ranks the grid holds no more clusters than fit on the device at once, and all rows of a
 // cluster are published before the first is awaited: ranks can't wait for blocks that were never started.
@@ -15,7 +14,6 @@
 namespace dspark {
 namespace {
 
-constexpr int kMaxCluster = 8;
 constexpr int kMinThreads = 128;
 constexpr int kHopperThreads = 512;
 constexpr int kSingleThreads = 1024;  // before Hopper one block holds a row
@@ -24,7 +22,8 @@ constexpr int kMaxThreads = kSingleThreads;
 #else
 constexpr int kMaxThreads = kHopperThreads;
 #endif
-constexpr int kMaxWarps = kMaxCluster * kHopperThreads / kWarp;
+static_assert(ClusterSum::kMaxBlocks * kHopperThreads / kWarp <= ClusterSum::kMaxParts, "parts of a row");
+static_assert(kSingleThreads / kWarp <= ClusterSum::kMaxParts, "parts of a row");
 
 template <typename T>
 struct Boundary {
@@ -39,39 +38,46 @@ struct Boundary {
   T* hidden;
   T* normed;
   int rows, width;
-  float norm_eps;
+  float inverse_width, norm_eps;
+};
+
+// Stands in where no norm is taken.
+struct NoSum {
+  __device__ __forceinline__ explicit NoSum(ClusterSum::Storage&) {}
 };
 
 __device__ __forceinline__ float at(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 template <typename T, int kRanks, bool kResidualOnly>
 __global__ void __launch_bounds__(kMaxThreads, 1) boundary_kernel(const Boundary<T> b) {
-  __shared__ float4 squares[2][kMaxWarps / 4];  // of the whole row, one float a warp; rows alternate
-  const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kPack;
   const bool active = column < b.width;
   const int64_t width = b.width;
 
-  // No block may write to another's shared memory before that block has started.
-  if constexpr (!kResidualOnly) cluster_arrive();
+  __shared__ ClusterSum::Storage storage;
+  std::conditional_t<kResidualOnly, NoSum, ClusterSum> row_sum(storage);
   Pack<T> weight = {};
   if (!kResidualOnly && active) weight = load_constant_pack(b.norm_weight + column);
   Mailbox<T, kRanks> mailbox(b.mailbox, b.width);
   wait_for_predecessor();
   release_successor();
 
+  const bool clerk = threadIdx.x == blockDim.x - 1;  // keeps count of the blocks that have read the generation
+  unsigned arrived = 0;
   if constexpr (kRanks > 1) {
+    Pack<T> part = {};
+    if (active) part = load_pack(b.partial + blockIdx.y * width + column);
     mailbox.open();
-    for (int64_t row = blockIdx.y; row < b.rows && active; row += gridDim.y) {
-      mailbox.publish(load_pack(b.partial + row * width + column), row, column);
+    for (int64_t row = blockIdx.y; active && row < b.rows;) {
+      mailbox.publish(part, row, column);
+      row += gridDim.y;
+      if (row < b.rows) part = load_pack(b.partial + row * width + column);
     }
     __syncthreads();
-    if (threadIdx.x == blockDim.x - 1) mailbox.close(gridDim.x * gridDim.y);
-    __syncwarp();
+    if (clerk) arrived = mailbox.arrive(gridDim.x * gridDim.y);
   }
 
-  int parity = 0;
-  for (int64_t row = blockIdx.y; row < b.rows; row += gridDim.y, parity ^= 1) {
+  for (int64_t row = blockIdx.y; row < b.rows; row += gridDim.y) {
     Pack<T> hidden = {};
     float square = 0;
     if (active) {
@@ -111,42 +117,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1) boundary_kernel(const Boundary
         store_pack(b.hidden + row * width + column, hidden);
       }
     }
-    if constexpr (kResidualOnly) continue;
-
-    square = warp_sum(square);
-    if (row == blockIdx.y) cluster_wait();  // for the arrival at the kernel's start
-    if (lane < gridDim.x) {
-      cluster_store(reinterpret_cast<float*>(squares[parity]) + blockIdx.x * warps + warp, lane, square);
-    }
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-    float4 sum = make_float4(0, 0, 0, 0);
-    for (int i = 0; i < static_cast<int>(gridDim.x) * warps / 4; ++i) {
-      const float4 part = squares[parity][i];
-      sum.x += part.x;
-      sum.y += part.y;
-      sum.z += part.z;
-      sum.w += part.w;
-    }
-    const float mean = ((sum.x + sum.y) + (sum.z + sum.w)) / static_cast<float>(b.width);
-    const float inverse_rms = rsqrtf(mean + b.norm_eps);
-    if (active) {
-      Pack<T> normed;
+    if constexpr (!kResidualOnly) {
+      const float inverse_rms = rsqrtf(row_sum(square) * b.inverse_width + b.norm_eps);
+      if (active) {
+        Pack<T> normed;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        normed[i] = from_float<T>(__fmul_rn(to_float(weight[i]), __fmul_rn(to_float(hidden[i]), inverse_rms)));
+        for (int i = 0; i < kPack; ++i) {
+          normed[i] = from_float<T>(__fmul_rn(to_float(weight[i]), __fmul_rn(to_float(hidden[i]), inverse_rms)));
+        }
+        store_pack(b.normed + row * width + column, normed);
       }
-      store_pack(b.normed + row * width + column, normed);
     }
   }
-}
-
-int multiprocessors() {
-  int device = 0, count = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  // The count has long come back: nothing waited for it.
+  if (kRanks > 1 && clerk) mailbox.advance(arrived, gridDim.x * gridDim.y);
 }
 
 template <typename T, int kRanks, bool kResidualOnly>
@@ -154,8 +138,8 @@ int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
   const int packs = b.width / kPack;
   int threads = kMinThreads, blocks = (packs + threads - 1) / threads;
   if (!kResidualOnly && device_major() >= 9) {
-    for (; blocks > kMaxCluster && threads < kHopperThreads; blocks = (packs + threads - 1) / threads) threads *= 2;
-    if (blocks > kMaxCluster) return DSPARK_BAD_SHAPE;
+    for (; blocks > ClusterSum::kMaxBlocks && threads < kHopperThreads; blocks = (packs + threads - 1) / threads) threads *= 2;
+    if (blocks > ClusterSum::kMaxBlocks) return DSPARK_BAD_SHAPE;
   } else if (!kResidualOnly) {
     threads *= blocks;
     blocks = 1;
@@ -164,12 +148,14 @@ int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
   int clusters = std::min(b.rows, 65535);
   if (kRanks > 1) {
     // Registers allow 512 threads a multiprocessor; "+ 1" leaves room for clusters that don't fill one group of them.
-    const int resident = std::max(1, multiprocessors() * (kHopperThreads / threads) / (blocks + 1));
+    DeviceLimits limits;
+    if (!device_limits(&limits)) return DSPARK_LAUNCH_FAILED;
+    const int resident = std::max(1, limits.multiprocessors * (kHopperThreads / threads) / (blocks + 1));
     const int turns = (b.rows + resident - 1) / resident;
     clusters = (b.rows + turns - 1) / turns;
   }
   const LaunchShape shape{dim3(blocks, clusters), static_cast<unsigned>(threads),
-                          kResidualOnly ? 1u : static_cast<unsigned>(blocks)};
+                          kResidualOnly ? 0u : static_cast<unsigned>(blocks)};
   return launch(boundary_kernel<T, kRanks, kResidualOnly>, shape, stream, b);
 }
 
@@ -194,6 +180,7 @@ int run(const P* p, Boundary<T> b, cudaStream_t stream) {
   b.streams_out = static_cast<T*>(p->streams_out);
   b.rows = static_cast<int>(p->size_rows);
   b.width = static_cast<int>(p->size_H);
+  b.inverse_width = 1.0f / static_cast<float>(b.width);
   if (!all_aligned(p->partial, p->streams, p->post, p->comb, p->streams_out)) return DSPARK_BAD_POINTER;
   if (p->tp_size == 1) return launch_boundary<T, 1, kResidualOnly>(b, stream);
   b.mailbox = p->mailbox;

@@ -24,7 +24,8 @@ constexpr int kWarpOutputs = kOutputs / (kProjectThreads / kWarp);
 constexpr int kLaneChannels = 4;              // consecutive channels a lane loads at once
 constexpr int kHalf = kWarp * kLaneChannels;  // channels that a warp loads at once
 constexpr int kRows = 4;                      // rows in flight
-constexpr int kColumns = 32;                  // floats of a row and slice in the workspace, kOutputs + 1 used
+constexpr int kColumns = 32;  // floats of a row and slice in the workspace: 24 projections, sum of squares, padding
+constexpr int kUsedQuads = (kOutputs + 1 + 3) / 4;
 constexpr int kFinishThreads = 256;
 constexpr int64_t kChunk = 1024;  // rows that the workspace holds
 
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kProjectThreads)
       for (int c = 0; c < 2 * kLaneChannels; ++c) x[i][c / 4][c % 4] = to_float(next[i][c / 4].values[c % 4]);
     }
     if (first + kRows < end) fetch(first + kRows);
-    // Eight values a row: six projections, the sum of squares (one warp a row), nothing.
+    // Eight values a row: six projections, the sum of squares (one warp a row), zero for the padding.
     float values[kWarp];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -109,9 +110,9 @@ __global__ void __launch_bounds__(kProjectThreads)
     }
     const float sum = reduce_lanes(values, lane);
     const int i = lane / 8, value = lane % 8;
-    if (first + i < end && (value < kWarpOutputs || (value == kWarpOutputs && i == warp))) {
-      const int64_t place = static_cast<int64_t>(first + i) * gridDim.x + blockIdx.x;
-      partials[place * kColumns + (value < kWarpOutputs ? warp * kWarpOutputs + value : kOutputs)] = sum;
+    const int target = value < kWarpOutputs ? warp * kWarpOutputs + value : value == 7 ? kOutputs + 1 + warp : kOutputs;
+    if (first + i < end && (value != kWarpOutputs || i == warp)) {
+      partials[(static_cast<int64_t>(first + i) * gridDim.x + blockIdx.x) * kColumns + target] = sum;
     }
   }
 }
@@ -136,8 +137,9 @@ __device__ __forceinline__ void normalise(float (&factors)[4], const float (&sum
 
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const float* partials, const float* scale, const float* base, float* pre, float* post, float* comb,
-                  int slices, float count, float rms_eps, float hc_eps, int iterations) {
+                  int slices, float inverse_count, float rms_eps, float hc_eps, int iterations) {
   constexpr int kQuads = kColumns / 4, kGroups = kFinishThreads / kQuads, kWarps = kFinishThreads / kWarp;
+  constexpr int kInFlight = 4;
   __shared__ float4 sums[kWarps][kQuads];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t row = blockIdx.x;
@@ -151,16 +153,22 @@ __global__ void __launch_bounds__(kFinishThreads)
 
   const int quad = threadIdx.x % kQuads, group = threadIdx.x / kQuads;
   float4 sum = make_float4(0, 0, 0, 0);
-  for (int slice = group; slice < slices; slice += kGroups) {
-    const float* source = partials + (row * slices + slice) * kColumns + quad * 4;
-    if (quad < kOutputs / 4) {
-      const float4 part = *reinterpret_cast<const float4*>(source);
-      sum.x += part.x;
-      sum.y += part.y;
-      sum.z += part.z;
-      sum.w += part.w;
-    } else if (quad == kOutputs / 4) {
-      sum.x += *source;
+  if (quad < kUsedQuads) {
+    const auto* source = reinterpret_cast<const float4*>(partials) + row * slices * kQuads + quad;
+    for (int first = group; first < slices; first += kInFlight * kGroups) {
+      float4 parts[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int slice = first + i * kGroups;
+        parts[i] = slice < slices ? source[slice * kQuads] : make_float4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        sum.x += parts[i].x;
+        sum.y += parts[i].y;
+        sum.z += parts[i].z;
+        sum.w += parts[i].w;
+      }
     }
   }
 #pragma unroll
@@ -178,9 +186,9 @@ __global__ void __launch_bounds__(kFinishThreads)
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += reinterpret_cast<const float*>(sums[w])[lane];
   const float square = __shfl_sync(0xffffffffu, total, kOutputs);
-  const float mix = total * rsqrtf(square / count + rms_eps);
+  const float mix = total * rsqrtf(square * inverse_count + rms_eps);
   const float logit = __fmaf_rn(mix, factor, offset);
-  const float sigmoid = 1.0f / (1.0f + expf(-logit));
+  const float sigmoid = approximate_reciprocal(1.0f + expf(-logit));
   if (lane < 4) pre[row * 4 + lane] = sigmoid + hc_eps;
   if (lane >= 4 && lane < 8) post[row * 4 + lane - 4] = 2.0f * sigmoid;
 
@@ -190,7 +198,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const float weight = expf(logit - largest);
   float divisor = weight + __shfl_xor_sync(0xffffffffu, weight, 1);
   divisor += __shfl_xor_sync(0xffffffffu, divisor, 2);
-  const float element = weight / divisor + hc_eps;
+  const float element = __fmaf_rn(weight, approximate_reciprocal(divisor), hc_eps);
 
   float a[4][4], r[4] = {1, 1, 1, 1}, c[4] = {1, 1, 1, 1}, row_sums[4], column_sums[4];
 #pragma unroll
@@ -258,7 +266,7 @@ DSPARK_EXPORT int dspark_mhc_coefficients(const dspark_mhc_coefficients_params* 
                       static_cast<const float*>(p->scale), static_cast<const float*>(p->base),
                       static_cast<float*>(p->pre) + first * 4, static_cast<float*>(p->post) + first * 4,
                       static_cast<float*>(p->comb) + first * 16, static_cast<int>(slices),
-                      static_cast<float>(p->size_K), p->rms_eps, p->hc_eps, p->sinkhorn_iters);
+                      1.0f / static_cast<float>(p->size_K), p->rms_eps, p->hc_eps, p->sinkhorn_iters);
       if (status != DSPARK_OK) return status;
     }
     return static_cast<int>(DSPARK_OK);

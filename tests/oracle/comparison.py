@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from dspark_trt.builder.model.draft import DraftModel
+from dspark_trt.builder.model.target import TargetModel
 from torch import Tensor
 
-from tests.configs import TinyCheckpoint, draft_rings, target_rings
+from tests.configs import TinyCheckpoint, draft_rings, ids, target_rings
 from tests.oracle.numpy_model import NumpyDraft, NumpyTarget
 from tests.oracle.numpy_ops import Array
 
 Stages = dict[str, Array]
+
+FLOAT32 = 3e-5
+"""Share of a stage's rms. Rounding errors of 2^-24 through sums of up to 768 products and twelve sublayers
+reach 8e-6 here; the smallest fault of test_mutations moves a stage by 5e-4."""
 
 
 def to_numpy(tensor: Tensor) -> Array:
@@ -108,17 +114,22 @@ def draft_pass(
     for slot, context in contexts.items():
         positions += [*context, *range(context.stop, context.stop + rejected)]
         slots += [slot] * len(context) + [-1] * rejected
-    as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     # bf16 values, so that a released network reads the same numbers.
     features = torch.randn(len(positions), width, generator=generator).bfloat16().float()
     return DraftPass(
         torch.randint(0, keys["vocab_size"], (len(contexts),), generator=generator, dtype=torch.int32),
-        as_int([context.stop for context in contexts.values()]),
-        as_int(list(contexts)),
+        ids(*(context.stop for context in contexts.values())),
+        ids(*contexts),
         features,
-        as_int(positions),
-        as_int(slots),
+        ids(*positions),
+        ids(*slots),
     )
+
+
+def two_steps(checkpoint: TinyCheckpoint) -> list[DraftPass]:
+    """A context call and a decode step: one, 20 and 35 context rows, then rejected rows among the new ones."""
+    first = draft_pass(checkpoint, {2: range(1), 0: range(20), 1: range(30, 65)}, seed=1)
+    return [first, draft_pass(checkpoint, {2: range(1, 3), 0: range(20, 26), 1: range(65, 66)}, rejected=2, seed=2)]
 
 
 def run_draft(
@@ -177,3 +188,46 @@ def run_target(
         logits, features, _ = model(tokens, rows, torch.zeros_like(rows), target_rings(model, 1, rows=count + 32))
     stages["target_features"], stages["logits"] = to_numpy(features), to_numpy(logits)
     return stages
+
+
+# Bit comparisons ---------------------------------------------------------------------------------------
+
+
+def agree(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+    """Bit for bit, or in float32 within its tolerance; NaN (never written) must be NaN on both sides."""
+    for one, other in zip(found, wanted, strict=True):
+        if dtype is torch.float32 and one.is_floating_point():
+            assert torch.equal(one.isnan(), other.isnan())
+            one, other = one.nan_to_num(7.0), other.nan_to_num(7.0)
+            assert distances(to_numpy(one), to_numpy(other)).max() < FLOAT32
+        else:
+            assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def share_moved(found: Tensor, wanted: Tensor) -> float:
+    """Rms of the difference over the rms of ``wanted``."""
+    return float((found - wanted).double().square().mean().sqrt() / wanted.double().square().mean().sqrt())
+
+
+def run_passes(
+    model: DraftModel, passes: list[DraftPass], slots: int = 4, mailbox: Tensor | None = None
+) -> list[Tensor]:
+    """Tokens, confidence and logits of the last pass, then the rings."""
+    rings = draft_rings(model, slots)
+    with torch.no_grad():
+        for one in passes:
+            tokens, confidence, logits, rings = model(*one.tensors(model.context.dtype), rings, mailbox)
+    return [tokens, confidence, logits, *rings]
+
+
+def sequence(length: int, seed: int) -> Tensor:
+    return torch.randint(0, 319, (length,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+
+
+def feed(
+    model: TargetModel, tokens: Tensor, start: int, slot: int, rings: list[Tensor], mailbox: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run consecutive rows of one request from position ``start``."""
+    rows = torch.arange(start, start + len(tokens), dtype=torch.int32)
+    with torch.no_grad():
+        return model(tokens, rows, torch.full_like(rows, slot), rings, mailbox)

@@ -88,7 +88,9 @@ class NumpyModel:
         """x [n, H]; ``visible(row)`` gives the entries that a row sees, [K, D]."""
         keys = self.keys
         heads, dim, groups = keys["num_attention_heads"], keys["head_dim"], keys["o_groups"]
-        q = self.linear(self.norm(self.linear(x, f"{prefix}.attn.wq_a"), f"{prefix}.attn.q_norm"), f"{prefix}.attn.wq_b")
+        q = self.linear(
+            self.norm(self.linear(x, f"{prefix}.attn.wq_a"), f"{prefix}.attn.q_norm"), f"{prefix}.attn.wq_b"
+        )
         q = q.reshape(len(x), heads, dim)
         if not self.v41:
             q = ops.rms_norm(q, 1.0, self.eps, self.rounding)
@@ -172,7 +174,7 @@ class NumpyModel:
 
 
 class NumpyTarget(NumpyModel):
-    def run(self, tokens: Array, forced: Mapping[str, Array] | None = None) -> dict[str, Array]:
+    def run(self, tokens: Array, *, forced: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """The stages of one sequence that starts at position 0, causal, window included."""
         self.trace, self.forced = {}, forced or {}
         layers = [(f"layers.{i}", f"layer{i}") for i in range(self.keys["num_hidden_layers"])]
@@ -181,9 +183,7 @@ class NumpyTarget(NumpyModel):
         def attend(x: Array, index: int) -> Array:
             prefix = layers[index][0]
             entries = self.entry(self.key_value(x, prefix), positions)
-            return self.attention(
-                x, prefix, positions, lambda row: entries[max(0, row - self.window + 1) : row + 1]
-            )
+            return self.attention(x, prefix, positions, lambda row: entries[max(0, row - self.window + 1) : row + 1])
 
         def feed(x: Array, index: int) -> Array:
             return self.moe(x, layers[index][0], tokens, self.keys["num_experts_per_tok"])
@@ -213,6 +213,7 @@ class NumpyDraft(NumpyModel):
         features: Array,
         feature_positions: Array,
         feature_slots: Array,
+        *,
         forced: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
         """The stages of one greedy pass."""

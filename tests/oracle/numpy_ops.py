@@ -135,21 +135,29 @@ def rope(
     return out
 
 
-def sink_attention(q: Array, keys: Array, sink: Array, rounding: Rounding = EXACT, block: int = 64) -> Array:
-    """One row: q [heads, D] over valid keys [K, D], which are the values too; sink [heads]."""
+def sink_attention(
+    q: Array, keys: Array, sink: Array, rounding: Rounding = EXACT, places: Array | None = None
+) -> Array:
+    """One row: q [heads, D] over valid keys [K, D], which are the values too; sink [heads].
+
+    Blocks of 64 places share a running maximum; ``places`` says where each key lies, in order, when invalid
+    ones lie between them.
+    """
     out = np.zeros_like(q, np.float64)
+    blocks = (np.arange(len(keys)) if places is None else places) // 64
     for head, query in enumerate(q):
-        scores = keys @ query * float(np.float32(q.shape[-1] ** -0.5)) if len(keys) else np.zeros(0)
         maximum, denominator, total = -1e30, 0.0, np.zeros(q.shape[-1])
-        for start in range(0, len(keys), block):
-            part = scores[start : start + block]
-            new = max(maximum, part.max())
-            p = np.exp(part - new)
+        for block in np.unique(blocks):
+            part = keys[blocks == block]
+            scores = part @ query * float(np.float32(q.shape[-1] ** -0.5))
+            new = max(maximum, scores.max())
+            p = np.exp(scores - new)
             denominator = denominator * np.exp(maximum - new) + p.sum()
-            total = total * np.exp(maximum - new) + rounding(p) @ keys[start : start + block]
+            total = total * np.exp(maximum - new) + rounding(p) @ part
             maximum = new
         if len(keys):
-            out[head] = total / (denominator + np.exp(sink[head] - maximum))
+            with np.errstate(over="ignore"):  # a sink far above every score leaves nothing
+                out[head] = total / (denominator + np.exp(sink[head] - maximum))
     return rounding(out)
 
 
@@ -193,7 +201,10 @@ def coefficients(
 
 
 def collapse(streams: Array, pre: Array, rounding: Rounding = EXACT) -> Array:
-    return rounding(sum(pre[:, i, None] * streams[:, i] for i in range(4)))
+    total = np.zeros_like(streams[:, 0], np.float64)
+    for i in range(4):
+        total += pre[:, i, None] * streams[:, i]
+    return rounding(total)
 
 
 def mix(y: Array, streams: Array, post: Array, comb: Array, rounding: Rounding = EXACT) -> Array:

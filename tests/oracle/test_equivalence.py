@@ -7,20 +7,16 @@ Float32 networks sum in float32 and agree within :data:`FLOAT32`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from dspark_trt.builder.model.draft import DraftModel
-from dspark_trt.builder.model.target import TargetModel
 from dspark_trt.plugins.mhc_all_reduce import MhcAllReduce, MhcAllReduceResidualOnly
 from torch import Tensor
 
-from tests.configs import VARIANTS, TinyCheckpoint, draft_rings, ids, target_rings
-from tests.oracle.comparison import DraftPass, distances, draft_pass, to_numpy
-from tests.oracle.lockstep import run_ranks
-from tests.oracle.test_stages import FLOAT32, two_steps
+from tests.configs import VARIANTS, TinyCheckpoint, ids, target_rings
+from tests.oracle.comparison import DraftPass, agree, draft_pass, feed, run_passes, sequence, share_moved, two_steps
 
 Tiny = Callable[..., TinyCheckpoint]
 EXACT_MODES = [None, torch.bfloat16]
@@ -30,128 +26,6 @@ MODE_IDS = {None: "released", torch.bfloat16: "bfloat16", torch.float32: "float3
 modes = pytest.mark.parametrize("dtype", MODES, ids=MODE_IDS.get)
 exact_modes = pytest.mark.parametrize("dtype", EXACT_MODES, ids=MODE_IDS.get)
 variants = pytest.mark.parametrize("variant", VARIANTS)
-
-
-def agree(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype | None) -> None:
-    """Bit for bit, or in float32 within its tolerance; NaN (never written) must be NaN on both sides."""
-    for one, other in zip(found, wanted, strict=True):
-        if dtype is torch.float32 and one.is_floating_point():
-            assert torch.equal(one.isnan(), other.isnan())
-            one, other = one.nan_to_num(7.0), other.nan_to_num(7.0)
-            assert distances(to_numpy(one), to_numpy(other)).max() < FLOAT32
-        else:
-            assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-
-
-def share_moved(found: Tensor, wanted: Tensor) -> float:
-    """Rms of the difference over the rms of ``wanted``."""
-    return float((found - wanted).double().square().mean().sqrt() / wanted.double().square().mean().sqrt())
-
-
-def run_passes(model: DraftModel, passes: list[DraftPass], slots: int = 4, mailbox: Tensor | None = None) -> list[Tensor]:
-    """Tokens, confidence and logits of the last pass, then the rings."""
-    rings = draft_rings(model, slots)
-    with torch.no_grad():
-        for one in passes:
-            tokens, confidence, logits, rings = model(*one.tensors(model.context.dtype), rings, mailbox)
-    return [tokens, confidence, logits, *rings]
-
-
-def sequence(length: int, seed: int) -> Tensor:
-    return torch.randint(0, 319, (length,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-
-
-def feed(
-    model: TargetModel, tokens: Tensor, start: int, slot: int, rings: list[Tensor], mailbox: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run consecutive rows of one request from position ``start``."""
-    rows = torch.arange(start, start + len(tokens), dtype=torch.int32)
-    with torch.no_grad():
-        return model(tokens, rows, torch.full_like(rows, slot), rings, mailbox)
-
-
-# Tensor parallel ----------------------------------------------------------------------------------------
-
-
-def sharded_target(
-    checkpoint: TinyCheckpoint, tp_size: int, dtype: torch.dtype | None, tokens: Tensor
-) -> list[list[Tensor]]:
-    checkpoint.shards(tp_size)
-
-    def work(rank: int) -> list[Tensor]:
-        model = checkpoint.target(dtype, tp_size=tp_size, rank=rank)
-        mailbox = torch.zeros(tp_size, 2, dtype=torch.int32) if tp_size > 1 else None
-        logits, features, rings = feed(model, tokens, 0, 0, target_rings(model, 1, rows=80), mailbox)
-        return [logits, features, *rings]
-
-    return run_ranks(tp_size, work)
-
-
-def sharded_draft(checkpoint: TinyCheckpoint, tp_size: int, dtype: torch.dtype | None) -> list[list[Tensor]]:
-    checkpoint.shards(tp_size)
-
-    def work(rank: int) -> list[Tensor]:
-        model = checkpoint.draft(dtype, tp_size=tp_size, rank=rank)
-        mailbox = torch.zeros(tp_size, 2, dtype=torch.int32) if tp_size > 1 else None
-        return run_passes(model, two_steps(checkpoint), mailbox=mailbox)
-
-    return run_ranks(tp_size, work)
-
-
-SPLITS = [("v4", 2), ("v4.1", 2), ("v4.1", 4)]
-
-
-@pytest.mark.parametrize(("variant", "tp_size"), SPLITS)
-@pytest.mark.parametrize("network", ["draft", "target"])
-def test_ranks_together_compute_what_one_computes(tiny: Tiny, variant: str, tp_size: int, network: str) -> None:
-    """TP 1 against TP 2 and 4 in float32; all ranks hold the same bits."""
-    checkpoint = tiny(variant)
-    run = (
-        sharded_draft if network == "draft" else lambda c, tp, dtype: sharded_target(c, tp, dtype, sequence(48, seed=1))
-    )
-    (whole,), shards = run(checkpoint, 1, torch.float32), run(checkpoint, tp_size, torch.float32)
-    for shard in shards[1:]:
-        agree(shard, shards[0], None)
-    agree(shards[0], whole, torch.float32)
-
-
-@pytest.mark.parametrize(("variant", "tp_size"), SPLITS)
-def test_released_ranks_hold_the_same_bits(
-    tiny: Tiny, variant: str, tp_size: int, record_property: Callable[[str, object], None]
-) -> None:
-    """SMP-9: every rank drafts the same tokens. How far the rounding of partial sums to bf16 moves the draft
-    away from one rank's result is measured; the bound is the distance between the modes themselves."""
-    checkpoint = tiny(variant)
-    (whole,), shards = sharded_draft(checkpoint, 1, None), sharded_draft(checkpoint, tp_size, None)
-    for shard in shards[1:]:
-        agree(shard, shards[0], None)
-    # Slot 0: later slots follow their predecessors' tokens, and one near tie would decide the number.
-    moved = share_moved(shards[0][2][:, 0], whole[2][:, 0])
-    record_property(f"released draft logits, TP 1 to TP {tp_size}, rms share", moved)
-    print(f"{variant}: released draft logits move by {moved:.3f} of their rms from TP 1 to TP {tp_size}")
-    assert moved < 0.3
-    agree(shards[0][3:4], whole[3:4], None)  # the first ring is replicated arithmetic
-
-
-@pytest.mark.parametrize("fault", ["missing rank", "rank twice"])
-def test_a_wrong_sum_over_ranks_is_seen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """The float32 comparison turns red when a partial sum is lost or counted twice."""
-    checkpoint = tiny("v4.1")
-    (whole,) = sharded_draft(checkpoint, 1, torch.float32)
-    for op in (MhcAllReduce, MhcAllReduceResidualOnly):
-        module = __import__(op.__module__, fromlist=["reduce_ranks"])
-    right = module.reduce_ranks
-    wrong = (lambda p: right(p[:1])) if fault == "missing rank" else (lambda p: right(torch.cat((p, p[:1]))))
-    monkeypatch.setattr(module, "reduce_ranks", wrong)
-    shards = sharded_draft(checkpoint, 2, torch.float32)
-    with pytest.raises(AssertionError):
-        agree(shards[0], whole, torch.float32)
-
-
-def test_sharded_network_outside_a_scope_says_so(tiny: Tiny) -> None:
-    model = tiny("v4.1").target(torch.float32, tp_size=2)
-    with pytest.raises(RuntimeError, match=r"sharded over 2 ranks ran outside collective_scope"):
-        feed(model, sequence(3, 0), 0, 0, target_rings(model, 1), torch.zeros(2, 2, dtype=torch.int32))
 
 
 # Chunks, decoding, rejected rows ------------------------------------------------------------------------
@@ -242,7 +116,12 @@ def test_rejected_rows_leave_no_trace_in_the_draft(tiny: Tiny, variant: str, dty
         assert kept.all() == (one is passes[0])
         accepted.append(
             DraftPass(
-                one.anchors, one.positions, one.slots, one.features[kept], one.feature_positions[kept], one.feature_slots[kept]
+                one.anchors,
+                one.positions,
+                one.slots,
+                one.features[kept],
+                one.feature_positions[kept],
+                one.feature_slots[kept],
             )
         )
     agree(run_passes(model, passes), run_passes(model, accepted), None)
@@ -250,7 +129,16 @@ def test_rejected_rows_leave_no_trace_in_the_draft(tiny: Tiny, variant: str, dty
 
 # Batches and padding ------------------------------------------------------------------------------------
 
-CONTEXTS = {5: range(1), 0: range(7), 3: range(31), 1: range(32), 7: range(40, 73), 2: range(0), 6: range(95, 130), 4: range(9)}
+CONTEXTS = {
+    5: range(1),
+    0: range(7),
+    3: range(31),
+    1: range(32),
+    7: range(40, 73),
+    2: range(0),
+    6: range(95, 130),
+    4: range(9),
+}
 
 
 def select(one: DraftPass, requests: list[int], contexts: dict[int, range]) -> DraftPass:

@@ -13,6 +13,7 @@ Same weights in both, float32, eager attention and eager experts. What its confi
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -45,11 +46,12 @@ def checkpoint(tiny: Tiny) -> TinyCheckpoint:
 def config_of(keys: dict[str, Any]) -> Any:
     layers = keys["num_hidden_layers"]
     same = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim q_lora_rank o_groups "
-        "o_lora_rank moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok scoring_func "
-        "norm_topk_prob routed_scaling_factor swiglu_limit sliding_window rms_norm_eps hc_mult hc_sinkhorn_iters hc_eps "
-        "rope_theta max_position_embeddings"
-    ).split()
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("q_lora_rank", "o_groups", "o_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+        *("num_experts_per_tok", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "swiglu_limit"),
+        *("sliding_window", "rms_norm_eps", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rope_theta"),
+        "max_position_embeddings",
+    )
     config = transformers.DeepseekV4Config(
         **{name: keys[name] for name in same},
         layer_types=["sliding_attention"] * layers,
@@ -188,7 +190,7 @@ def test_comparison_sees_a_fault(checkpoint: TinyCheckpoint, their_logits: Tenso
     layer = model.layers[2]
     if fault == "window":
         for each in model.layers:
-            each.attn.config = checkpoint.target_config.__class__(**{**vars(checkpoint.target_config), "sliding_window": 31})
+            each.attn.config = dataclasses.replace(each.attn.config, sliding_window=31)
     elif fault == "sink":
         layer.attn.attn_sink.mul_(checkpoint.keys["head_dim"] ** -0.5)
     elif fault == "hash":
@@ -205,9 +207,10 @@ def test_comparison_sees_a_fault(checkpoint: TinyCheckpoint, their_logits: Tenso
 def test_coefficients_equal_theirs(theirs: Any, checkpoint: TinyCheckpoint, kind: str) -> None:
     """pre, post and comb of distinct streams; their module returns post, comb and the collapsed streams."""
     module = getattr(theirs.model.layers[1], f"{kind}_hc")
-    streams = torch.randn(50, 4, 256, generator=torch.Generator().manual_seed(1)) * torch.tensor([0.1, 1.0, 3.0, 30.0])[
-        :, None
-    ]
+    streams = (
+        torch.randn(50, 4, 256, generator=torch.Generator().manual_seed(1))
+        * torch.tensor([0.1, 1.0, 3.0, 30.0])[:, None]
+    )
     keys = checkpoint.keys
     pre, post, comb = MHC_COEFFICIENTS(
         streams,
@@ -238,6 +241,4 @@ def test_router_equals_theirs(theirs: Any, ours: TargetModel, tokens: Tensor) ->
             _, weights, indices = gate(x, tokens.long()) if layer == 0 else gate(x)
         order, found_order = indices.argsort(-1), found_ids.long().argsort(-1)
         assert torch.equal(found_ids.long().gather(-1, found_order), indices.gather(-1, order))
-        assert torch.allclose(
-            found_weights.gather(-1, found_order), weights.gather(-1, order), rtol=1e-5, atol=0
-        )
+        assert torch.allclose(found_weights.gather(-1, found_order), weights.gather(-1, order), rtol=1e-5, atol=0)

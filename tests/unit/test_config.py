@@ -163,6 +163,13 @@ def test_another_draft_length_than_the_trained_block_is_refused(asked: int) -> N
         check_draft_length(draft, asked)
 
 
+def test_fill_in_drafts_are_refused() -> None:
+    """POS-2: the layout whose row 0 is not sampled would shift every proposal by one."""
+    config = tiny_config("v4.1")
+    language_keys(config)["dspark_sample_from_anchor"] = False
+    assert "only anchor-first drafts are supported" in refusal(config)
+
+
 @pytest.mark.parametrize("value", [..., -1, 320, "319", None, True, 1.0])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_noise_token_must_be_there_and_in_the_vocabulary(variant: str, value: Any) -> None:

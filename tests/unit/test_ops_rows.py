@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.op_examples import LABELS, example
+from tests.op_examples import LABELS, WINDOW, example
 
 ROW_COUNTS = (0, 1, 2, 3, 5, 7, 31, 33, 127, 129)
 PER_ROW = [label for label in LABELS if "Insert" not in label]
@@ -29,8 +29,8 @@ def test_every_row_count_equals_its_rows_alone(label: str) -> None:
         else:
             last = whole.rows(slice(count - 1, count))
             position, slot = int(last.tensors[1][0]), int(last.tensors[2][0])
-            entry = last.run()[0][slot, position % 32]
-            assert torch.equal(found[0][slot, position % 32], entry)
+            entry = last.run()[0][slot, position % WINDOW]
+            assert torch.equal(found[0][slot, position % WINDOW], entry)
 
 
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
@@ -64,7 +64,7 @@ def test_nan_stays_in_its_row(label: str) -> None:
             assert torch.equal(part[others], full[others])
         assert not all(torch.equal(part, full) for part, full in zip(found, clean, strict=True))
     else:
-        touched = [(int(whole.tensors[2][i]), int(whole.tensors[1][i]) % 32) for i in (4, 7)]
+        touched = [(int(whole.tensors[2][i]), int(whole.tensors[1][i]) % WINDOW) for i in (4, 7)]
         same = (found[0] == clean[0]).all(-1)
         assert sorted(map(tuple, (~same).nonzero().tolist())) == sorted(touched)
 

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import pytest
 from dspark_trt.builder.engine import build_engine
-from dspark_trt.plugins import tensorrt_api, trt_plugin
+from dspark_trt.plugins import library, tensorrt_api, trt_plugin
 from dspark_trt.plugins.hc_collapse import HC_COLLAPSE, HcCollapse
 from dspark_trt.plugins.library import PLUGIN_ABI, KernelUnavailableError
 from dspark_trt.plugins.op import DOMAIN, Op
@@ -255,6 +255,16 @@ def test_a_size_that_does_not_fit_names_tensor_wanted_and_got(api: TensorRT, tmp
         )
 
 
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine where the kernels were not built."""
+    library.load_library.cache_clear()
+    monkeypatch.setattr(library, "find_library", lambda: None)
+    yield
+    library.load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
 def test_missing_creators_are_all_named(api: TensorRT) -> None:
     """ENG-1: wanted triple, what is registered, which library."""
     wanted = {"HcCollapse": 1, "MhcAllReduce": 2}
@@ -288,6 +298,7 @@ def test_creators_are_gone_after_the_block_and_never_registered_twice(api: Tenso
     assert ours() == []
 
 
+@pytest.mark.usefixtures("no_library")
 def test_enqueue_without_the_library_says_what_is_missing(api: TensorRT) -> None:
     failures = PluginFailures()
     plugin = make_plugin(api, HC_COLLAPSE, failures)
@@ -304,7 +315,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 PARSE_A_PLUGIN = """
 import tensorrt_rtx, pathlib
-from dspark_trt.plugins import tensorrt_api, trt_plugin
+from dspark_trt.plugins import library, tensorrt_api, trt_plugin
 from dspark_trt.plugins.registry import ALL_OPS
 import onnx.parser
 model = onnx.parser.parse_model(

@@ -1,0 +1,100 @@
+"""Calls of the fused all-reduce whose outputs are known exactly.
+
+What every rank must write: the one-rank kernel, applied to the rank-ordered sum of what the ranks
+published, has the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
+from torch import Tensor
+
+from tests.gpu.kernel_call import KernelCall, bits
+
+EPS = 1e-6
+
+
+def payload(kind: str, generator: torch.Generator, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A rank's partial sums [rows, H] of one kind (TP-2)."""
+    x = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+    coin = torch.rand(shape, device="cuda", generator=generator) < 0.5
+    if kind == "all -0.0":
+        return torch.full_like(x, -0.0)
+    if kind == "half -0.0":
+        return torch.where(coin, torch.full_like(x, -0.0), x)
+    if kind == "denormal":
+        bottom = torch.randint(1, 100, shape, device="cuda", generator=generator)
+        return bottom.to(torch.int16 if dtype.itemsize == 2 else torch.int32).view(dtype)
+    if kind in ("any bits", "nan"):
+        integer = torch.int16 if dtype.itemsize == 2 else torch.int32
+        ends = (-(2**15), 2**15) if dtype.itemsize == 2 else (-(2**31), 2**31)
+        drawn = torch.randint(*ends, shape, device="cuda", generator=generator).to(integer)
+        if kind == "any bits":
+            return drawn.view(dtype)
+        exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}[dtype]
+        return torch.where(coin, (drawn | exponent | 1).view(dtype), x)
+    return x
+
+
+KINDS = ("normal", "all -0.0", "half -0.0", "denormal", "nan", "any bits", "opposite")
+
+
+def payloads(kind: str, seed: int, ranks: int, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """What each rank publishes; every rank draws all of them, on its own GPU, with the same bits."""
+    parts = []
+    for rank in range(ranks):
+        generator = torch.Generator("cuda").manual_seed(seed * ranks + rank)
+        parts.append(payload(kind, generator, shape, dtype))
+    if kind == "opposite":
+        parts[1] = -parts[0]
+    return parts
+
+
+def rank_ordered_sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float() + 0.0  # -0.0 is published as +0.0
+    for part in parts[1:]:
+        total = total + (part.float() + 0.0)
+    return total.to(parts[0].dtype)
+
+
+class Case:
+    """One call of the fused operation on one rank, and the outputs it must give.
+
+    Args:
+        table: the rank's mailbox tensor [ranks, 2].
+        seed: of all random inputs; the same on every rank.
+    """
+
+    def __init__(
+        self, table: Tensor, rank: int, kind: str, seed: int, shape: tuple[int, int], dtype: torch.dtype, residual: bool
+    ):
+        rows, hidden = shape
+        ranks = table.shape[0]
+        parts = payloads(kind, seed, ranks, shape, dtype)
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.rand(shape, device="cuda", generator=generator)
+
+        rest = [draw(rows, 4, hidden).sub(0.5).to(dtype), draw(rows, 4), draw(rows, 4, 4)]
+        rest += [] if residual else [draw(rows, 4), draw(hidden).to(dtype)]
+        self.label = f"{kind}, {rows} rows, {dtype}, residual_only {residual}, seed {seed}"
+        op = MHC_ALL_REDUCE_RESIDUAL_ONLY if residual else MHC_ALL_REDUCE
+        attributes = {} if residual else {"norm_eps": EPS}
+        alone = KernelCall(op, [rank_ordered_sum(parts), *rest], tp_size=1, **attributes)
+        self.expected = [t.clone() for t in alone.run()]
+        self.fused = KernelCall(op, [parts[rank], *rest, table], tp_size=ranks, **attributes)
+
+    def differences(self) -> Tensor:
+        """How many values differ in their bits, on the GPU; any NaN is as good as another."""
+        pairs = zip(self.fused.outputs, self.expected, strict=True)
+        return torch.stack([((bits(a) != bits(b)) & ~(a.isnan() & b.isnan())).sum() for a, b in pairs]).sum()
+
+    def check(self) -> None:
+        differing = int(self.differences())
+        assert differing == 0, f"{differing} values differ: {self.label}"
+
+    def run(self) -> None:
+        self.fused.run()
+        self.check()

@@ -1,0 +1,326 @@
+"""examples/run.py as a job: text on one and two ranks, wrong launches, ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dspark_trt.runtime_py import verification
+from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.requests import Completion, FinishReason
+from dspark_trt.runtime_py.verification import Verdict
+
+from tests.example_scripts import EXAMPLES, load_example
+from tests.mpi_jobs import run_example, run_job
+
+Engines = Callable[[int], Path]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+PROMPTS = (
+    "It was",
+    "She had been so much",
+    # Longer than the window: its prefill takes two calls.
+    "The family of Dashwood had long been settled in Sussex. Their estate was large, and their residence was at "
+    "Norland Park, in the centre of their property, where,",
+)
+"""One more than the engines have cache slots."""
+ENDS_WITHIN = 30.0
+"""Seconds from a failure to the end of the job; MPI's own teardown takes one or two on an idle machine."""
+
+
+def write_prompts(path: Path, *prompts: str) -> Path:
+    path.write_text("\n".join(prompts) + "\n")
+    return path
+
+
+def error_lines(text: str) -> list[str]:
+    """What the program itself said on stderr, without the launcher's own remarks."""
+    return [line for line in text.splitlines() if re.match(r"error: |rank \d+: ", line)]
+
+
+# ----------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_speculative_text_is_the_targets(engines: Engines, tp_size: int, tmp_path: Path) -> None:
+    """Several prompts of different lengths, more than there are slots; every rank decides alike."""
+    prompts = write_prompts(tmp_path / "prompts.txt", *PROMPTS)
+    job = run_example(
+        tp_size,
+        engines(tp_size),
+        *("--prompts-file", prompts, "--max-output-len", "24", "--compare-target-only", "--check-lockstep"),
+        *("--stats-json", tmp_path / "out" / "stats.json", "--plot", tmp_path / "out" / "accepted.png"),
+    )
+    assert job.status == 0, job.err
+    assert job.out.count("executor: torch session on the CPU (") == 1, "one rank speaks"
+    assert "token ids are identical to target-only decoding" in job.out
+    stats = json.loads((tmp_path / "out" / "stats.json").read_text())
+    assert (stats["world_size"], stats["identical_to_target_only"]) == (tp_size, True)
+    proposed, accepted = stats["proposed_per_position"], stats["accepted_per_position"]
+    assert proposed == [stats["steps"]] * 5
+    assert accepted == sorted(accepted, reverse=True), "a draft is accepted only behind accepted ones"
+    assert stats["tokens"] == 23 * len(PROMPTS)
+    # Trained drafts: held-out text gives 3 to 4; without drafts it would be 1.
+    assert stats["tokens_per_step"] == stats["tokens"] / stats["steps"] > 2
+    assert [c["prompt_tokens"] for c in stats["completions"]] == [len(p) + 1 for p in PROMPTS], "BOS and bytes"
+    assert all(len(c["token_ids"]) == 24 for c in stats["completions"])
+    assert (tmp_path / "out" / "accepted.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_launcher_changes_nothing_for_one_rank(engines: Engines, tmp_path: Path) -> None:
+    outputs = []
+    for ranks in (None, 1):
+        stats = tmp_path / f"{ranks}.json"
+        job = run_example(
+            ranks, engines(1), "--prompt", *PROMPTS[:2], "--max-output-len", "16", "--stats-json", stats, "--stream"
+        )
+        assert job.status == 0, job.err
+        assert len(re.findall(r"^[01]: '", job.out, re.MULTILINE)) >= 4, "a line a step and prompt"
+        outputs.append(json.loads(stats.read_text()))
+    assert outputs[0]["completions"] == outputs[1]["completions"]
+    assert outputs[0]["identical_to_target_only"] is None
+
+
+def test_without_drafts(engines: Engines, tmp_path: Path) -> None:
+    """Target-only decoding makes a token a step and has nothing to accept."""
+    job = run_example(
+        None,
+        engines(1),
+        *("--prompt", PROMPTS[0], "--max-output-len", "8", "--no-speculative", "--stream", "--run-profiling"),
+        *("--stats-json", tmp_path / "stats.json"),
+    )
+    assert job.status == 0, job.err
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert (stats["tokens_per_step"], stats["accepted_per_position"], stats["draft_calls"]) == (1.0, [], 0)
+    assert len(stats["profiling"]) == 3
+    assert "accepted drafts by position" not in job.out
+
+
+STOPPING = """
+import json, sys
+from dspark_trt.builder.engine_dir import EngineDir
+from dspark_trt.runtime_py.communicator import connect, fail_together
+from dspark_trt.runtime_py.decoder import Decoder
+from dspark_trt.runtime_py.requests import SamplingParams
+
+communicator = connect(2)
+with fail_together(communicator):
+    prompts = [[256, *text.encode()] for text in ("It was", "She had been so much", "He could not")]
+    params = SamplingParams(max_tokens=64, stop_token_ids=[ord("s")])
+    report = {}
+    for speculative in (True, False):
+        decoder = Decoder.from_dir(sys.argv[1], communicator=communicator, speculative=speculative, check_lockstep=True)
+        completions, stats = decoder.generate(prompts, params)
+        report[str(speculative)] = {
+            "ids": [c.token_ids for c in completions],
+            "reasons": [c.finish_reason.value for c in completions],
+            "dropped": sum(stats.accepted_per_position) + stats.steps - stats.tokens,
+        }
+    everyone = communicator.all_gather_object(report)
+    if communicator.rank == 0:
+        print(json.dumps(everyone))
+"""
+
+
+def test_a_stop_token_inside_accepted_drafts(engines: Engines, tmp_path: Path) -> None:
+    """What an accepted prefix holds behind a stop token is dropped, on both ranks."""
+    script = tmp_path / "stopping.py"
+    script.write_text(STOPPING)
+    job = run_job(2, script, engines(2))
+    assert job.status == 0, job.err
+    first, second = json.loads(job.out.splitlines()[-1])
+    assert first == second
+    speculative, plain = first["True"], first["False"]
+    assert speculative["ids"] == plain["ids"]
+    assert speculative["reasons"] == plain["reasons"] == ["stop"] * 3
+    assert all(ord("s") not in ids for ids in speculative["ids"])
+    # The stop token itself is dropped in either case; more is dropped only from inside a prefix.
+    assert plain["dropped"] == 3 < speculative["dropped"]
+
+
+# -------------------------------------------------------------------------------- what must not pass
+
+
+def accept_everything(draft_tokens: Any, target_logits: Any) -> Verdict:
+    count = draft_tokens.shape[1]
+    return Verdict([count] * len(draft_tokens), target_logits[:, count].argmax(-1).tolist())
+
+
+def test_text_that_is_not_the_targets_is_reported(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A verification that accepts every draft: exit status 1, with the prompt and the first position."""
+    monkeypatch.setattr(verification, "verify_greedy", accept_everything)
+    arguments = ["--engine-dir", str(engines(1)), "--prompt", *PROMPTS[:2], "--max-output-len", "24"]
+    assert load_example("run").main([*arguments, "--compare-target-only"]) == 1
+    assert re.search(
+        r"prompt [01] differs from target-only decoding at output position \d+: token \d+ \('.+'\) with drafts, "
+        r"token \d+ \('.+'\) without",
+        capsys.readouterr().out,
+    )
+
+
+def test_where_completions_part(engines: Engines) -> None:
+    """A shorter output, and one that ended for another reason, are differences too."""
+    run = load_example("run")
+    text = load_example("_common").Text(engines(1), 256)
+    long, short = Completion([1], [65, 66], FinishReason.LENGTH), Completion([1], [65], FinishReason.LENGTH)
+    stopped = Completion([1], [65], FinishReason.STOP)
+    assert run.first_difference([long], [long], text) is None
+    assert "prompt 1 differs from target-only decoding at output position 1: token 66 ('B') with drafts, the end" in (
+        run.first_difference([long, long], [long, short], text)
+    )
+    assert run.first_difference([stopped], [short], text) == "prompt 0 finished by stop, without drafts length"
+
+
+def test_ranks_with_different_tokens() -> None:
+    class Disagreeing(SingleProcess):
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return [value, [[*value[0][:-1], 7]]]
+
+    with pytest.raises(RuntimeError, match="rank 1 produced other tokens than rank 0"):
+        load_example("run").check_ranks([Completion([1], [2, 3], FinishReason.LENGTH)], Disagreeing())
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ranks", "message"),
+    [
+        (2, None, r"error: the engines were built for 2 ranks .*without an MPI launcher\. .*mpirun -n 2 python"),
+        (2, 1, r"error: rank 0: the engines were built for 2 ranks, this job has 1\. .*mpirun -n 2 python"),
+        (2, 3, r"error: rank \d: the engines were built for 2 ranks, this job has 3\. .*mpirun -n 2 python"),
+        (1, 2, r"error: rank \d: the engines were built for 1 ranks, this job has 2\. .*mpirun -n 1 python"),
+    ],
+)
+def test_the_wrong_number_of_ranks(engines: Engines, tp_size: int, ranks: int | None, message: str) -> None:
+    """TP-10: what the engines want, what was found, and the command to use; exit status not 0."""
+    job = run_example(ranks, engines(tp_size), "--prompt", "It")
+    assert job.status != 0
+    lines = error_lines(job.err)
+    assert lines and all(re.match(message, line) for line in lines), job.err
+    assert "Traceback" not in job.err
+
+
+@pytest.mark.parametrize("name", ["target/rank1.engine", "weights/rank1.safetensors", "config.json"])
+def test_a_missing_rank_file(engines: Engines, tmp_path: Path, name: str) -> None:
+    """TP-10: a file of one rank was not copied."""
+    copy = tmp_path / "engines"
+    shutil.copytree(engines(2), copy)
+    (copy / name).unlink()
+    job = run_example(2, copy, "--prompt", "It")
+    assert job.status != 0
+    assert any(name in line and line.startswith("error: ") for line in error_lines(job.err)), job.err
+    assert "Traceback" not in job.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x" * 320], r"prompt 0 needs \d+ positions .* built for --max-seq-len 320"),
+        (["--prompt", "It", "--max-output-len", "0"], "max_tokens is 0, expected at least 1"),
+        (["--prompt", "It", "--prompts-file", "x.txt"], "--prompt and --prompts-file were both given"),
+        (["--prompts-file", "absent.txt"], "absent.txt: No such file or directory"),
+        (["--prompt", "It", "--backend", "tensorrt"], "--backend tensorrt: .*Leave the option out"),
+    ],
+)
+def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], message: str) -> None:
+    """One line with the rank, no traceback, and both ranks end."""
+    job = run_example(2, engines(2), *arguments)
+    assert job.status != 0
+    lines = error_lines(job.err)
+    assert lines and all(re.match(rf"rank [01]: \w+: {message}", line) for line in lines), job.err
+    assert "Traceback" not in job.err
+
+
+def test_a_plot_of_no_drafts(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        load_example("run").main(
+            ["--engine-dir", str(engines(1)), "--no-speculative", "--plot", str(tmp_path / "x.png")]
+        )
+    assert "--plot draws accepted drafts, and --no-speculative makes none" in capsys.readouterr().err
+
+
+def test_an_empty_prompts_file(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write_prompts(tmp_path / "prompts.txt", "", "  ")
+    with pytest.raises(SystemExit, match="1"):
+        load_example("run").main(["--engine-dir", str(engines(1)), "--prompts-file", str(prompts)])
+    assert "no prompt in it; expected one a line" in capsys.readouterr().err
+
+
+def test_engines_without_a_tokenizer(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "engines"
+    shutil.copytree(engines(1), copy)
+    header = json.loads((copy / "config.json").read_text())
+    del header["files"]["tokenizer.json"]
+    (copy / "config.json").write_text(json.dumps(header))
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit, match="1"):
+        load_example("run").main(["--engine-dir", str(copy), "--prompt", "It"])
+    assert "RequestError" in (printed := capsys.readouterr().err)
+    assert "tokenizer.json: not found" in printed
+
+
+# ---------------------------------------------------------------------------------- ranks that fail
+
+FAILING = """
+import os, signal, sys, time
+sys.path.insert(0, {examples!r})
+import run
+from dspark_trt.builder.checkpoint import CheckpointError
+from dspark_trt.runtime_py import decoder, verification
+from dspark_trt.runtime_py.communicator import MpiCommunicator
+
+where, directory = sys.argv[1:]
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+load, verify, steps = decoder.load_network, verification.verify_greedy, 0
+
+def fail(error):
+    print(f"failing at {{time.time()}}", flush=True)
+    if error is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise error
+
+def failing_load(kind, *rest):
+    if kind == "draft" and where == "load":
+        fail(CheckpointError("the disk went away while loading"))
+    return load(kind, *rest)
+
+def failing_verify(drafts, logits):
+    global steps
+    steps += drafts.shape[1] > 0
+    if steps == 3:
+        fail(RuntimeError("the third step failed") if where == "step" else None)
+    return verify(drafts, logits)
+
+if rank == 1:
+    decoder.load_network = failing_load
+    if where != "load":
+        verification.verify_greedy = failing_verify
+sys.exit(run.main(["--engine-dir", directory, "--prompt", "It was", "--max-output-len", "64"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("load", "rank 1: CheckpointError: the disk went away while loading"),
+        ("step", "rank 1: RuntimeError: the third step failed"),
+        ("kill", None),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(engines: Engines, tmp_path: Path, where: str, message: str | None) -> None:
+    """TP-11: the other rank, waiting in a collective, ends within seconds; the error names the rank."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(examples=str(EXAMPLES)))
+    job = run_job(2, script, where, engines(2))
+    assert job.status != 0
+    failed_at = float(re.search(r"failing at ([\d.]+)", job.out)[1])  # type: ignore[index]
+    assert time.time() - failed_at < ENDS_WITHIN
+    if message:
+        assert message in error_lines(job.err), job.err
+    assert ("Traceback" in job.err) == (where == "step"), "a surprise shows where it happened"

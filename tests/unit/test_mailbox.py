@@ -1,0 +1,225 @@
+"""The mailbox's setup and messages, with host memory and two threads in place of two GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dspark_trt.plugins import mhc_all_reduce as layout
+from dspark_trt.runtime_py.mailbox import CudaMemory, Mailbox, MailboxError, region_bytes
+
+CPU = torch.device("cpu")
+HIDDEN = 64
+
+
+class Node:
+    """What the ranks of a job share: memory by address, and a place to meet."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier = size, threading.Barrier(size, timeout=20)
+        self.box: list[Any] = [None] * size
+        self.allocations: dict[int, np.ndarray] = {}
+        self.events: list[tuple[str, int]] = []
+
+
+class FakeCommunicator:
+    def __init__(self, node: Node, rank: int):
+        self.node, self.rank, self.size = node, rank, node.size
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.node.box[self.rank] = value
+        self.barrier()
+        gathered = list(self.node.box)
+        self.barrier()
+        return gathered
+
+    def barrier(self) -> None:
+        self.node.barrier.wait()
+
+
+class FakeMemory:
+    """Addresses are above 32 bits, and a mapped region has another address than its owner's."""
+
+    def __init__(self, node: Node, rank: int, refuse: str = ""):
+        self.node, self.rank, self.refuse = node, rank, refuse
+        self.mapped: dict[int, int] = {}
+
+    def _event(self, name: str, address: int) -> None:
+        if name == self.refuse:
+            raise MailboxError(f"{name} failed with error 101: invalid device ordinal")
+        self.node.events.append((f"{name} {self.rank}", address))
+
+    def allocate(self, size: int) -> int:
+        address = 0x7F00_0000_0000 + (self.rank << 40) + 0xFFFF_FFF0
+        self._event("allocate", address)
+        self.node.allocations[address] = np.full(size, 0xAB, np.uint8)
+        return address
+
+    def free(self, address: int) -> None:
+        self._event("free", address)
+        del self.node.allocations[address]
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        self._event("write", address)
+        base = max(a for a in self.node.allocations if a <= address)
+        raw = data.view(np.uint8)
+        self.node.allocations[base][address - base : address - base + raw.size] = raw
+
+    def read(self, address: int, size: int) -> bytes:
+        base = max(a for a in self.node.allocations if a <= address)
+        return self.node.allocations[base][address - base : address - base + size].tobytes()
+
+    def export(self, address: int) -> bytes:
+        self._event("export", address)
+        return address.to_bytes(64, "little")
+
+    def map(self, handle: bytes) -> int:
+        owner = int.from_bytes(handle, "little")
+        self._event("map", owner)
+        address = owner + (self.rank + 1 << 56)
+        self.mapped[address] = owner
+        return address
+
+    def unmap(self, address: int) -> None:
+        self._event("unmap", self.mapped.pop(address))
+
+
+def on_ranks(size: int, action: Callable[[FakeCommunicator, FakeMemory], Any], **refuse: str) -> tuple[Node, list[Any]]:
+    """Run ``action`` on every rank; return what each returned or raised."""
+    node = Node(size)
+
+    def run(rank: int) -> Any:
+        try:
+            return action(FakeCommunicator(node, rank), FakeMemory(node, rank, refuse.get(f"rank{rank}", "")))
+        except MailboxError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return node, list(pool.map(run, range(size)))
+
+
+def make(communicator: Any, memory: Any, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN) -> Mailbox:
+    return Mailbox.create(communicator, hidden, dtype, CPU, timeout_s=2.5, memory=memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_channel_holds_the_sentinel_of_its_dtype(dtype: torch.dtype) -> None:
+    """TP-3."""
+    node, boxes = on_ranks(2, lambda c, m: make(c, m, dtype))
+    bits = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
+    for rank, box in enumerate(boxes):
+        region = next(v for a, v in node.allocations.items() if (a >> 40) & 1 == (0x7F + rank) & 1)
+        assert region.size == region_bytes(2, HIDDEN, dtype)
+        slots = region[layout.MAILBOX_HEADER_BYTES :].view(bits)
+        assert slots.size == 3 * 2 * layout.MAILBOX_ROWS * HIDDEN
+        assert (slots == 1 << (8 * dtype.itemsize - 1)).all()
+        words = region[: layout.MAILBOX_HEADER_BYTES].view(np.int32)
+        header = {name: int(words[i]) for name, i in layout.MAILBOX_WORDS.items()}
+        assert header == {
+            **{"rank": rank, "ranks": 2, "hidden": HIDDEN, "channel_bytes": dtype.itemsize, "timeout_ms": 2500},
+            **{"generation": 0, "fault": 0, "arrived": 0},
+        }
+        assert words.sum() == sum(header.values())
+        box._own = 0
+
+
+def test_addresses_start_with_the_own_region_and_go_round() -> None:
+    _, tables = on_ranks(4, lambda c, m: (make(c, m), m))
+    for rank, (box, memory) in enumerate(tables):
+        assert box.tensor.shape == (4, 2) and box.tensor.dtype == torch.int32
+        halves = box.tensor.numpy().view(np.uint32).astype(np.uint64)
+        addresses = [int(low | high << np.uint64(32)) for low, high in halves]
+        owners = [memory.mapped.get(a, a) for a in addresses]
+        assert [((a >> 40) - 0x7F) % 4 for a in owners] == [(rank + i) % 4 for i in range(4)]
+        assert addresses[0] not in memory.mapped
+        box._own = 0
+
+
+def test_regions_are_filled_before_any_handle_travels() -> None:
+    """TP-7: a region filled later would erase what a peer already wrote."""
+    node, boxes = on_ranks(2, make)
+    kinds = [name.split()[0] for name, _ in node.events]
+    assert max(i for i, k in enumerate(kinds) if k == "write") < min(i for i, k in enumerate(kinds) if k == "map")
+    for rank in range(2):
+        own = [k for k, (name, _) in zip(kinds, node.events, strict=True) if name.endswith(str(rank))]
+        assert own.index("export") > max(i for i, k in enumerate(own) if k == "write")
+        boxes[rank]._own = 0
+
+
+@pytest.mark.parametrize("step", ["allocate", "write", "export", "map"])
+def test_a_rank_that_fails_makes_all_ranks_raise_the_same(step: str) -> None:
+    """TP-8, TP-11: nobody is left waiting in a collective, and nothing stays allocated or mapped."""
+    node, results = on_ranks(2, make, rank1=step)
+    assert all(isinstance(r, MailboxError) for r in results)
+    assert str(results[0]) == str(results[1])
+    assert f"rank 1: {step} failed with error 101" in str(results[0]) and "peer access" in str(results[0])
+    mapped = [name for name, _ in node.events if name.startswith("map")]
+    unmapped = [name for name, _ in node.events if name.startswith("unmap")]
+    assert len(mapped) == len(unmapped)
+    assert not node.allocations
+
+
+def test_ranks_with_different_parameters_are_refused() -> None:
+    """TP-5."""
+    _, results = on_ranks(2, lambda c, m: make(c, m, hidden=HIDDEN * (c.rank + 1)))
+    for result in results:
+        assert isinstance(result, MailboxError)
+        assert f"'hidden': {HIDDEN}" in str(result) and f"'hidden': {2 * HIDDEN}" in str(result)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.bfloat16), (3, torch.bfloat16), (2, torch.float64)])
+def test_what_the_kernels_do_not_take_is_refused(size: int, dtype: torch.dtype) -> None:
+    """TP-12."""
+    _, results = on_ranks(size, lambda c, m: make(c, m, dtype))
+    assert all(isinstance(r, MailboxError) and f"{size} ranks" in str(r) for r in results)
+
+
+def test_close_frees_nothing_that_a_peer_still_maps() -> None:
+    def cycle(communicator: FakeCommunicator, memory: FakeMemory) -> None:
+        box = make(communicator, memory)
+        box.close()
+        box.close()
+
+    node, _ = on_ranks(2, cycle)
+    kinds = [name.split()[0] for name, _ in node.events]
+    assert max(i for i, k in enumerate(kinds) if k == "unmap") < min(i for i, k in enumerate(kinds) if k == "free")
+    assert kinds.count("free") == 2 and not node.allocations
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (layout.MAILBOX_SILENT_RANK + 1, "rank 0: rank 1 sent nothing for 2.5 s"),
+        (layout.MAILBOX_MISFIT, "rank 0: the all-reduce was called with other channels"),
+    ],
+)
+def test_a_fault_that_a_kernel_noted_becomes_an_error(fault: int, message: str) -> None:
+    """TP-11."""
+
+    def provoke(communicator: FakeCommunicator, memory: FakeMemory) -> None:
+        box = make(communicator, memory)
+        try:
+            box.check()
+            memory.write(box._own + 4 * layout.MAILBOX_WORDS["fault"], np.array([fault], np.int32))
+            with pytest.raises(MailboxError, match=message if communicator.rank == 0 else "rank 1"):
+                box.check()
+        finally:
+            box.close()
+
+    _, results = on_ranks(2, provoke)
+    assert results == [None, None]
+
+
+def test_sizes_beyond_32_bits_are_counted() -> None:
+    """TP-6."""
+    assert region_bytes(8, 131072, torch.float32) == 128 + 3 * 8 * 256 * 131072 * 4 > 2**31
+
+
+def test_peer_memory_without_a_gpu_is_refused() -> None:
+    with pytest.raises(MailboxError, match="needs a GPU"):
+        CudaMemory(CPU)

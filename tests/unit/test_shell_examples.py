@@ -1,0 +1,70 @@
+"""The example shell scripts: flags that the commands really have, and mpirun's moods."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.example_scripts import CHECKPOINT, EXAMPLES
+
+
+def stub(directory: Path, name: str, body: str) -> None:
+    """A command of that name, in bash."""
+    file = directory / name
+    file.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    file.chmod(0o755)
+
+
+def bash(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", *arguments], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "user", "cores", "flags"),
+    [
+        ("mpirun (Open MPI) 5.0.11", 1000, 8, ""),
+        ("mpirun (Open MPI) 5.0.11", 0, 8, "--allow-run-as-root"),
+        ("mpirun (Open MPI) 5.0.11", 0, 1, "--allow-run-as-root --oversubscribe"),
+        ("mpirun (Open MPI) 4.1.6", 1000, 1, "--oversubscribe"),
+        ("HYDRA build details: Version: 4.2", 0, 1, ""),
+    ],
+)
+def test_mpirun_is_asked_for_what_it_needs(tmp_path: Path, version: str, user: int, cores: int, flags: str) -> None:
+    """Open MPI refuses root and more ranks than cores; others don't know its flags."""
+    stub(tmp_path, "mpirun", f"echo '{version}'")
+    stub(tmp_path, "id", f"echo {user}")
+    stub(tmp_path, "nproc", f"echo {cores}")
+    script = f'source <(sed -n "/^mpirun_flags/,/^}}/p" {EXAMPLES}/quickstart.sh); set -eu; mpirun_flags 2'
+    done = bash("-c", script, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()) == flags
+
+
+def test_the_build_script_uses_flags_that_exist(tmp_path: Path) -> None:
+    """Converts, and comes as far as a dry run of both builds."""
+    commands = Path(sys.executable).parent
+    stub(tmp_path, "dspark-build", f'{commands}/dspark-build "$@" --dry-run')
+    stub(tmp_path, "dspark-inspect", 'echo "inspect $@"')
+    stub(tmp_path, "dspark-convert", f'{commands}/dspark-convert "$@"')
+    output = tmp_path / "output"
+    done = bash(str(EXAMPLES / "build_engines.sh"), str(CHECKPOINT), str(output), "2", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in output.iterdir()) == ["shards"]
+    for line in ("plugin, released numerics, bfloat16", "native, dequantized numerics, bfloat16"):
+        assert line in done.stdout
+    assert [x for x in done.stdout.splitlines() if x.startswith("inspect")] == [
+        f"inspect {output}/engines-plugin",
+        f"inspect {output}/engines-native",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [[], ["one"], ["1", "2", "3", "4"]])
+def test_the_build_script_says_how_to_call_it(tmp_path: Path, arguments: list[str]) -> None:
+    done = bash(str(EXAMPLES / "build_engines.sh"), *arguments, path=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: bash ")
