@@ -36,7 +36,9 @@ def why_not_sharded(
     if draft_logits:
         return "the draft logits are wanted on every rank, a split loop has them in parts"
     if online_acceptance:
-        return "the online acceptance estimator is on, and wants what the confidence head would take the place of"
+        return (
+            "the online acceptance estimator is on, a split loop gathers the confidence head's values, which exclude it"
+        )
     if options.top_k:
         return "top-k Markov picks its candidates from the whole vocabulary"
     if options.head != "vanilla":
