@@ -19,6 +19,7 @@ from .config import DraftConfig, TargetConfig
 from .engine import BuildConfig, Kind
 from .model.context import BuildContext, ignore
 from .model.draft import DraftModel
+from .model.markov import MarkovOptions
 from .model.target import TargetModel
 
 
@@ -112,9 +113,17 @@ class Network(nn.Module):
 
 
 def load_network(
-    kind: Kind, shards: Path, rank: int, build: BuildConfig, *, probe: Callable[[str, Tensor], None] = ignore
+    kind: Kind,
+    shards: Path,
+    rank: int,
+    build: BuildConfig,
+    *,
+    probe: Callable[[str, Tensor], None] = ignore,
+    markov: MarkovOptions | None = None,
 ) -> Network:
     """A rank's draft or target with its weights, as ``build`` wants it, on the CPU.
+
+    ``markov`` changes how a draft chooses its tokens, for the torch session only.
 
     Raises:
         CheckpointError: the shards don't hold that network or rank, or do not fit it.
@@ -127,7 +136,7 @@ def load_network(
     slots = build.max_batch_size
     model: DraftModel | TargetModel
     if kind == "draft":
-        model = DraftModel(config.draft, context, sampling=build.sampling)
+        model = DraftModel(config.draft, context, sampling=build.sampling, markov=markov)
         io = draft_io(config.draft, context, slots=slots, sampling=build.sampling)
     elif config.target is None:
         raise CheckpointError(f"{shards}: holds the draft only; convert again without --draft-only to get the target")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..plugins.op import DOMAIN, OPSET, Op, decode_attributes
 from ..plugins.registry import ALL_OPS
+from .model.draft import DraftModel
 from .network import Network, TensorInfo
 
 EXTERNAL_DATA_BYTES = 2_000_000_000
@@ -82,9 +83,15 @@ def export_network(network: Network, path: Path, *, probes: Probes | None = None
             the names of ``examples/dump_draft.py``. Extra outputs can change what a compiler fuses.
 
     Raises:
-        ExportError: nodes of one operation differ in their attributes.
+        ExportError: nodes of one operation differ in their attributes, or the draft chooses its tokens in a
+            way that engines do not have.
         onnx.checker.ValidationError: the result is not a valid model.
     """
+    if isinstance(network.model, DraftModel) and not network.model.plain_sampling:
+        raise ExportError(
+            f"the draft chooses its tokens with {network.model.markov} or a sampler of its own, engines have the "
+            "released Markov head only; run it with the torch session, or leave these options out"
+        )
     io = network.io
     examples, dynamic = _example_inputs(io.inputs)
     module: nn.Module = network if probes is None else _WithProbes(network, probes)

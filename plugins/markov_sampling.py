@@ -13,6 +13,7 @@ lowest id; NaN counts as -inf; a row without any number gives token 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ class Attributes:
     block_size: int
     sampling: bool
     """False: greedy, without the temperature and seed inputs."""
+
+
+class Sampler(Protocol):
+    """Chooses a token a row; a hook for watermarks and the like, in drafting and in verification."""
+
+    def __call__(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
+        """Tokens [n] int32 for logits [n, V] at ``temperature`` [n] (0 = greedy).
+
+        ``seeds`` [n, 2], ``positions`` [n] and ``salt`` are the draw's key. What verification takes as the
+        draft's law is the softmax of ``logits / temperature`` after the call: a sampler that draws from
+        another law writes that law's logits into ``logits``.
+        """
+        ...
 
 
 class MarkovSampling(Op):
@@ -62,13 +76,11 @@ class MarkovSampling(Op):
         for i in range(attributes.block_size):
             feature = embed[previous.long()]
             logits = base_logits[:, i] + matmul(feature, head)
-            scores = logits
             if attributes.sampling:
                 positions, temperature, seeds = keys
-                noise = gumbel_noise(seeds, positions + i, logits.shape[-1], salt=DRAFT_SALT)
-                tempered = logits / temperature.clamp_min(1e-5).unsqueeze(-1) + noise
-                scores = torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
-            previous = first_argmax(scores)
+                previous = first_argmax(noisy_scores(logits, temperature, seeds, positions + i, salt=DRAFT_SALT))
+            else:
+                previous = first_argmax(logits)
             tokens.append(previous)
             features.append(feature)
             corrected.append(logits)
@@ -128,22 +140,48 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int) -> Tensor:
-    """Standard Gumbel noise [n, V] float32, a pure function of (seed, position, salt, token id).
+def noise_key(seeds: Tensor, positions: Tensor, salt: int) -> Tensor:
+    """The hash [n] int64 (32 bits) that a draw's noise comes from.
 
     Args:
         seeds: [n, 2] int32, the halves of a 64-bit seed, low first.
-        positions: [n] int32.
+        positions: [n] int32, of the row, which is the position before the token that is drawn.
+        salt: the draw's purpose; position + salt is what distinguishes the keys of one seed.
     """
     low, high = (seeds.long() & 0xFFFFFFFF).unbind(-1)
     key = _mix((positions.long() + salt) & 0xFFFFFFFF)
-    key = _mix(key ^ low)
-    key = _mix(key ^ high)
-    ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
-    bits = _mix(key.unsqueeze(-1) ^ _mix(ids))
+    return _mix(_mix(key ^ low) ^ high)
+
+
+def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
+    """32 random bits [n, ids] for each key [n] and token id, as int64."""
+    return _mix(keys.unsqueeze(-1) ^ _mix(ids))
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int, ids: Tensor | None = None) -> Tensor:
+    """Standard Gumbel noise [n, V] float32, a pure function of (seed, position, salt, token id); arguments as
+    of :func:`noise_key`, and ``ids`` int64 where not all of the vocabulary is wanted."""
+    if ids is None:
+        ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
     # 23 bits, centred: float32 holds each of these exactly, and none is 1 (the largest of 24 bits would be).
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    uniform = ((noise_bits(noise_key(seeds, positions, salt), ids) >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
+
+
+def noisy_scores(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    salt: int,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """What the sampled token is the argmax of: tempered logits and noise [n, V], or at temperature 0 the logits;
+    ``ids`` are the columns' tokens where they are not the whole vocabulary."""
+    noise = gumbel_noise(seeds, positions, logits.shape[-1], salt=salt, ids=ids)
+    tempered = logits / temperature.clamp_min(1e-5).unsqueeze(-1) + noise
+    return torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
 
 
 _ONNX_SAMPLING_CONSTANTS = f"""

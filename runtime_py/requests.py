@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,27 +16,70 @@ class RequestError(ValueError):
 
 class FinishReason(str, Enum):
     STOP = "stop"
-    """A stop token was produced; it is not part of the output."""
+    """A stop token was produced, which is not part of the output, or a stop string, whose tokens are."""
     LENGTH = "length"
     """``max_tokens`` were produced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; field names as in vLLM and TensorRT-LLM."""
+    """How tokens are chosen and when to stop; names and meanings as in vLLM and TensorRT-LLM."""
 
     max_tokens: int = 128
     temperature: float = 0.0
-    """0 is greedy, the only value of this version."""
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 and -1 keep all."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probabilities reach this."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely compared with the most likely one."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes what prompt and output hold less likely."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that a token is in the output."""
+    seed: int | None = None
+    """With a seed a request's tokens depend on nothing but its prompt; without, every call draws a new one."""
+    num_draft_tokens: int | None = None
+    """Verify at most this many drafts a step; None leaves it to the draft's block."""
     stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    """Strings that end the output; they need the tokenizer."""
     ignore_eos: bool = False
 
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def restricts(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def __post_init__(self) -> None:
-        problems = []
-        if self.max_tokens < 1:
-            problems.append(f"max_tokens is {self.max_tokens}, expected at least 1")
-        if self.temperature != 0:
-            problems.append(f"temperature is {self.temperature}; this version decodes greedily, pass 0")
+        ranges = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "a number from 0 (greedy)"),
+            "top_k": (self.top_k >= -1, "a count, or 0 or -1 for all tokens"),
+            "top_p": (0 < self.top_p <= 1, "a probability above 0"),
+            "min_p": (0 <= self.min_p <= 1, "a ratio from 0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a factor above 0"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "64 bits"),
+            "num_draft_tokens": (self.num_draft_tokens is None or self.num_draft_tokens >= 0, "0 or more"),
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "a list of strings that are not empty"),
+        }
+        problems = [
+            f"{k} is {getattr(self, k)!r}, expected {wanted}" for k, (right, wanted) in ranges.items() if not right
+        ]
+        if self.greedy and self.restricts:
+            problems.append("temperature is 0, which is greedy: top_k, top_p and min_p change nothing; leave them out")
         if problems:
             raise RequestError("; ".join(problems))
 
@@ -45,6 +89,8 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
     finish_reason: FinishReason
+    text: str | None = None
+    """The output up to a stop string; None without a tokenizer."""
 
 
 @dataclass
@@ -75,7 +121,7 @@ class Statistics:
             self.accepted_per_position[i] += i < accepted
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request that holds a cache slot.
 
@@ -90,6 +136,8 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
+    seed: int = 0
+    detokenize: Callable[[Sequence[int]], str] | None = None
     context: Tensor | None = None
     context_start: int = 0
     drafts: list[int] = field(default_factory=list)
@@ -102,15 +150,27 @@ class Request:
     def output(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
+    @property
+    def text(self) -> str | None:
+        """The output up to the first stop string."""
+        if self.detokenize is None:
+            return None
+        text = self.detokenize(self.output)
+        return text[: min((text.index(stop) for stop in self.params.stop if stop in text), default=len(text))]
+
     def extend(self, produced: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Append tokens up to a stop token or the length limit; return those appended and the reason to
-        finish. A stop token in the middle of accepted drafts cuts the rest off."""
+        """Append tokens up to a stop token, a stop string or the length limit; return those appended and the
+        reason to finish. A stop in the middle of accepted drafts cuts the rest off."""
         kept: list[int] = []
         for token in produced:
             if token in self.stop_ids:
                 return kept, FinishReason.STOP
             self.tokens.append(token)
             kept.append(token)
+            if self.params.stop and self.detokenize:
+                text = self.detokenize(self.output)
+                if any(stop in text for stop in self.params.stop):
+                    return kept, FinishReason.STOP
             if len(self.output) == self.params.max_tokens:
                 return kept, FinishReason.LENGTH
         return kept, None

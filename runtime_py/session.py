@@ -98,3 +98,19 @@ def infer_shapes(io: NetworkIO, inputs: Mapping[str, tuple[int, ...]]) -> dict[s
         o.name: TensorInfo(o.name, o.dtype, tuple(sizes[d] if isinstance(d, str) else d for d in o.shape))
         for o in io.outputs
     }
+
+
+def make_caches(session: Session) -> dict[str, Tensor]:
+    """A session's caches, zeroed: input name -> tensor."""
+    names = set(session.io.aliases.values())
+    return {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in session.io.inputs if i.name in names}
+
+
+def make_outputs(session: Session, inputs: Mapping[str, Tensor], caches: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors for a session's outputs; aliased ones are the caches themselves."""
+    shapes = {name: tuple(t.shape) for name, t in inputs.items()}
+    outputs = {}
+    for name, info in session.infer_shapes(shapes).items():
+        source = session.io.aliases.get(name)
+        outputs[name] = caches[source] if source else torch.empty(info.shape, dtype=info.dtype)
+    return outputs

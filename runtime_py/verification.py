@@ -1,13 +1,33 @@
-"""Decides which drafted tokens are kept (spec section 6.1)."""
+"""Decides which drafted tokens are kept, and draws the token behind them (spec sections 6.1 and 10.8).
+
+Both methods emit tokens with exactly the target's law, whatever the draft's law is, as long as q is the law
+that the draft was drawn from. For drafts x_1 .. x_n with target laws p_1 .. p_(n+1):
+
+* standard: x_i passes if u_i <= p_i(x_i) / q_i(x_i); kept are the drafts before the first that fails.
+  Behind them comes a token of max(p - q, 0), normalised, or of p_(n+1) if all were kept;
+* block: with w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)) and R_i the mass of max(w_i p_(i+1) - q_(i+1), 0),
+  x_i passes if u_i <= R_i / (R_i + 1 - w_i); kept is everything up to the *last* that passes. Behind a
+  kept drafts comes a token of max(w_a p_(a+1) - q_(a+1), 0). It keeps at least as many drafts.
+
+Here q_(n+1) is zero, which makes R_n = w_n and the token behind all drafts one of p_(n+1) without a case of
+its own. A greedy request has one-hot laws, for which both methods keep the target's own choices.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from ..plugins.markov_sampling import Sampler
 from ..plugins.numerics import first_argmax
+from .keyed_noise import ACCEPT_SALT, RECOVERY_SALT, gumbel_sample, seed_words, step_seeds, uniform
+from .laws import draft_law, target_law
+from .requests import Request
 
 
 @dataclass(frozen=True)
@@ -18,13 +38,123 @@ class Verdict:
     bonus: list[int]
 
 
+class Method(Protocol):
+    """A rule that keeps a prefix of the drafts; laws are [R, N + 1, V] float64, draft laws zero behind the drafts."""
+
+    def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        """Probability [R, N] that each draft passes, and the weight [R, N + 1] of the target's law in the
+        token behind 0 .. N kept drafts; ``ratio`` [R, N] is p / q of the drafts."""
+        ...
+
+    def kept(self, passed: Tensor) -> Tensor:
+        """How many drafts are kept [R], from which of them pass [R, N] bool."""
+        ...
+
+
+class StandardRejection:
+    def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        return ratio.clamp_max(1), ratio.new_ones(target.shape[:2])
+
+    def kept(self, passed: Tensor) -> Tensor:
+        return passed.long().cumprod(1).sum(1)
+
+
+class BlockVerification:
+    def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+        weights = [ratio.new_ones(len(ratio))]
+        for column in ratio.unbind(1):
+            weights.append((weights[-1] * column).clamp_max(1))
+        weight = torch.stack(weights, 1)
+        mass = (weight.unsqueeze(-1) * target - draft).clamp_min(0).sum(-1)
+        # A weight of one passes for sure, also where p = q leaves no mass to divide.
+        passes = torch.where(weight < 1, mass / (mass + 1 - weight), 1.0)
+        return passes[:, 1:], weight
+
+    def kept(self, passed: Tensor) -> Tensor:
+        counts = torch.arange(1, passed.shape[1] + 1, device=passed.device)
+        return torch.cat((counts.new_zeros(len(passed), 1), passed * counts), 1).amax(1)
+
+
+def acceptance_ratio(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
+    """p / q [R, N] of drafted ``tokens`` [R, N] under laws [R, N + 1, V]; a token that q excludes never passes."""
+    p, q = (law[:, :-1].gather(2, tokens.long().unsqueeze(2)).squeeze(2) for law in (target, draft))
+    return torch.where(q > 0, p / q, 0.0)
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What a step's outcome is drawn from; the drafts of a request come first, ``drafted`` [R, N] says which are."""
+
+    drafted: Tensor
+    target: Tensor
+    draft: Tensor
+    passes: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Verifies a step of all requests by one method; the same on every rank and in any order of requests."""
+
+    method: Method = field(default_factory=StandardRejection)
+    sampler: Sampler = gumbel_sample
+    """Draws the token behind the kept drafts, from logits that are the logarithm of its law."""
+
+    def __call__(self, requests: Sequence[Request], logits: Tensor, draft_logits: Tensor | None) -> Verdict:
+        """Verify ``request.drafts`` of each request.
+
+        Args:
+            logits: [rows, V] float32; the rows of a request's anchor and drafts, request by request.
+            draft_logits: [R, N, V] float32 of the sampled requests; without it drafts are taken as greedy.
+        """
+        lengths = [len(r.drafts) for r in requests]
+        logits = pad_sequence(list(logits.split([n + 1 for n in lengths])), batch_first=True)
+        width = logits.shape[1] - 1
+        padded = [r.drafts + [-1] * (width - n) for r, n in zip(requests, lengths, strict=True)]
+        tokens = torch.tensor(padded, dtype=torch.int32).view(len(requests), width)
+        if all(r.params.greedy and not r.params.penalizes for r in requests):
+            return verify_greedy(tokens, logits)
+        laws = self.laws(requests, tokens, logits, draft_logits)
+        anchors = torch.tensor([r.anchor_position for r in requests], dtype=torch.int32)
+        seeds = step_seeds(seed_words([r.seed for r in requests]), anchors)
+        positions = (anchors.unsqueeze(1) + torch.arange(width, dtype=torch.int32)).flatten()
+        drawn = uniform(seeds.repeat_interleave(width, 0), positions, salt=ACCEPT_SALT).view(tokens.shape)
+        kept = self.method.kept((drawn <= laws.passes) & laws.drafted)
+        recovery = recovery_law(laws, kept).log()
+        bonus = self.sampler(recovery, torch.ones(len(requests)), seeds, anchors + kept.int(), salt=RECOVERY_SALT)
+        return Verdict(kept.tolist(), bonus.tolist())
+
+    def laws(self, requests: Sequence[Request], tokens: Tensor, logits: Tensor, draft_logits: Tensor | None) -> Laws:
+        """The laws of a step, from ``tokens`` [R, N], -1 behind a request's drafts, and ``logits`` [R, N + 1, V]."""
+        drafted, ids = tokens >= 0, tokens.clamp_min(0)
+        temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
+        target = target_law(requests, logits)
+        if draft_logits is None:
+            draft, sampled = logits[:, :-1], torch.zeros_like(temperature, dtype=torch.bool)
+        else:
+            draft, sampled = draft_logits[:, : tokens.shape[1]], temperature > 0
+        draft = draft_law(draft, temperature, ids, sampled) * drafted.unsqueeze(2)
+        draft = torch.cat((draft, torch.zeros_like(target[:, :1])), 1)
+        passes, weight = self.method.rates(acceptance_ratio(target, draft, ids), target, draft)
+        return Laws(drafted, target, draft, passes, weight)
+
+
+def recovery_law(laws: Laws, kept: Tensor) -> Tensor:
+    """The law [R, V], not normalised, of the token behind ``kept`` [R] drafts."""
+    row = kept.view(-1, 1, 1).expand(-1, 1, laws.target.shape[-1])
+    p, q = laws.target.gather(1, row).squeeze(1), laws.draft.gather(1, row).squeeze(1)
+    residual = (laws.weight.gather(1, kept.unsqueeze(1)) * p - q).clamp_min(0)
+    # p = q leaves nothing, and nothing is rejected then, but for rounding.
+    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+
+
 def verify_greedy(draft_tokens: Tensor, target_logits: Tensor) -> Verdict:
     """Keep the longest prefix of drafts that the target would have chosen itself.
 
     Row 0 of a request is its anchor; the target's row r predicts what follows draft r.
 
     Args:
-        draft_tokens: [R, N] int32, N >= 0.
+        draft_tokens: [R, N] int32, N >= 0; -1 where a request has fewer drafts than others.
         target_logits: [R, N + 1, V] float32.
     """
     choice = first_argmax(target_logits)

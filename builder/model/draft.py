@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...plugins.markov_sampling import MARKOV_SAMPLING
+from ...plugins.markov_sampling import MARKOV_SAMPLING, Sampler
 from ...plugins.numerics import matmul
 from ..config import DraftConfig
 from .attention import DraftBlockAttention
@@ -26,16 +26,8 @@ from .hyper_connections import (
     register_hc_head,
 )
 from .layers import Fp8Linear, RmsNorm, Table
+from .markov import MarkovHead, MarkovOptions, draft_block, sample_tokens
 from .moe import MoE
-
-
-class MarkovHead(nn.Module):
-    """The two tables of the bias W2 . W1[previous token]."""
-
-    def __init__(self, config: DraftConfig, context: BuildContext):
-        super().__init__()
-        self.embed = Table(config.vocab_size, config.markov_rank, dtype=context.dtype)
-        self.head = Table(config.vocab_size, config.markov_rank, dtype=context.dtype)
 
 
 class ConfidenceHead(nn.Module):
@@ -53,7 +45,7 @@ class ConfidenceHead(nn.Module):
 class Stage(HyperConnectedLayer):
     """One draft layer; the first also projects the target features, the last holds the heads."""
 
-    def __init__(self, index: int, config: DraftConfig, context: BuildContext):
+    def __init__(self, index: int, config: DraftConfig, context: BuildContext, markov: MarkovOptions):
         super().__init__(f"stage{index}", config, context)
         self.attn = DraftBlockAttention(config, context)
         self.ffn = MoE(config, context)
@@ -63,20 +55,38 @@ class Stage(HyperConnectedLayer):
             self.main_norm = RmsNorm(hidden, eps, context.dtype)
         if index == config.num_stages - 1:
             self.norm = RmsNorm(hidden, eps, context.dtype)
-            self.markov_head = MarkovHead(config, context)
+            self.markov_head = MarkovHead(config, context, markov.head)
             self.confidence_head = ConfidenceHead(config, context)
             register_hc_head(self, config)
 
 
 class DraftModel(nn.Module):
-    """The rank-local draft; parameters carry the released names (``mtp.{stage}.*``, embed, head)."""
+    """The rank-local draft; parameters carry the released names (``mtp.{stage}.*``, embed, head).
 
-    def __init__(self, config: DraftConfig, context: BuildContext, *, sampling: bool = False):
+    ``markov`` and ``sampler``, which chooses the tokens of a sampling draft, are for the torch session; an
+    engine has neither.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        context: BuildContext,
+        *,
+        sampling: bool = False,
+        markov: MarkovOptions | None = None,
+    ):
         super().__init__()
         self.config, self.context, self.sampling = config, context, sampling
+        self.markov = (markov or MarkovOptions()).checked(config.vocab_size)
+        self.sampler: Sampler = sample_tokens
         self.embed = Table(config.vocab_size, config.hidden_size, dtype=context.dtype)
         self.head = Table(config.vocab_size, config.hidden_size, dtype=context.dtype)
-        self.mtp = nn.ModuleList(Stage(s, config, context) for s in range(config.num_stages))
+        self.mtp = nn.ModuleList(Stage(s, config, context, self.markov) for s in range(config.num_stages))
+
+    @property
+    def plain_sampling(self) -> bool:
+        """Whether the MarkovSampling operation, and so an engine, can choose the tokens."""
+        return self.markov.released and self.sampler is sample_tokens
 
     def forward(
         self,
@@ -141,18 +151,30 @@ class DraftModel(nn.Module):
         hidden = collapse_head(last, state, config)
         probe("hidden_prenorm", hidden.unflatten(0, block))
 
-        base_logits = logits(hidden, last.norm, self.head.weight).unflatten(0, block)
+        table = self.head.weight if self.markov.draft_ids is None else self.head.weight[list(self.markov.draft_ids)]
+        base_logits = logits(hidden, last.norm, table).unflatten(0, block)
         probe("base_logits", base_logits)
-        keys = (positions, temperature, seeds) if self.sampling else ()
-        tokens, features, corrected = MARKOV_SAMPLING(
-            base_logits,
-            anchor_ids,
-            last.markov_head.embed.weight,
-            last.markov_head.head.weight,
-            *keys,
-            block_size=config.block_size,
-            sampling=self.sampling,
-        )
+        if self.plain_sampling:
+            tokens, features, corrected = MARKOV_SAMPLING(
+                base_logits,
+                anchor_ids,
+                last.markov_head.embed.weight,
+                last.markov_head.head.weight,
+                *((positions, temperature, seeds) if self.sampling else ()),
+                block_size=config.block_size,
+                sampling=self.sampling,
+            )
+        else:
+            assert not self.sampling or (temperature is not None and seeds is not None)
+            tokens, features, corrected = draft_block(
+                last.markov_head,
+                self.markov,
+                base_logits,
+                last.norm(hidden).unflatten(0, block),
+                anchor_ids,
+                (positions, temperature, seeds) if self.sampling else None,  # type: ignore[arg-type]
+                sampler=self.sampler,
+            )
         probe("corrected_logits", corrected)
         confidence = last.confidence_head(hidden.unflatten(0, block), features)
         return tokens, confidence, corrected, rings

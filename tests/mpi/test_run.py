@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dspark_trt.runtime_py import decoder
+from dspark_trt.runtime_py import verification
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.requests import Completion, FinishReason
 from dspark_trt.runtime_py.verification import Verdict
@@ -156,7 +156,7 @@ def test_text_that_is_not_the_targets_is_reported(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A verification that accepts every draft: exit status 1, with the prompt and the first position."""
-    monkeypatch.setattr(decoder, "verify_greedy", accept_everything)
+    monkeypatch.setattr(verification, "verify_greedy", accept_everything)
     arguments = ["--engine-dir", str(engines(1)), "--prompt", *PROMPTS[:2], "--max-output-len", "24"]
     assert load_example("run").main([*arguments, "--compare-target-only"]) == 1
     assert re.search(
@@ -272,12 +272,12 @@ import os, signal, sys, time
 sys.path.insert(0, {examples!r})
 import run
 from dspark_trt.builder.checkpoint import CheckpointError
-from dspark_trt.runtime_py import decoder
+from dspark_trt.runtime_py import decoder, verification
 from dspark_trt.runtime_py.communicator import MpiCommunicator
 
 where, directory = sys.argv[1:]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-load, verify, steps = decoder.load_network, decoder.verify_greedy, 0
+load, verify, steps = decoder.load_network, verification.verify_greedy, 0
 
 def fail(error):
     print(f"failing at {{time.time()}}", flush=True)
@@ -300,7 +300,7 @@ def failing_verify(drafts, logits):
 if rank == 1:
     decoder.load_network = failing_load
     if where != "load":
-        decoder.verify_greedy = failing_verify
+        verification.verify_greedy = failing_verify
 sys.exit(run.main(["--engine-dir", directory, "--prompt", "It was", "--max-output-len", "64"]))
 """
 

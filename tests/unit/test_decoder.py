@@ -250,9 +250,15 @@ def test_positions_up_to_the_limit(model: Model) -> None:
     assert len(done[0].token_ids) == 5
 
 
-def test_sampling_parameters_are_checked() -> None:
-    with pytest.raises(RequestError, match=r"max_tokens is 0.*temperature is 0\.7"):
-        SamplingParams(max_tokens=0, temperature=0.7)
+def test_profiling_leaves_no_trace(model: Model) -> None:
+    """KV-5, KV-6: steps that only measure write nothing into the caches."""
+    decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
+    caches = (*decoder._target_rings.values(), *decoder._draft_rings.values())
+    for cache in caches:
+        cache.fill_(3.0)
+    table = decoder.profile_costs(replays=1)
+    assert max(table.draft_seconds) == SLOTS and max(table.verify_seconds) == SLOTS * 6
+    assert all(bool((cache == 3.0).all()) for cache in caches)
 
 
 def test_verification() -> None:

@@ -15,7 +15,7 @@ from dspark_trt.builder.config import Numerics
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import Probes, export_network
-from dspark_trt.runtime_py import decoder
+from dspark_trt.runtime_py import decoder, verification
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.requests import SamplingParams
 from dspark_trt.runtime_py.session import TorchSession
@@ -155,7 +155,7 @@ def test_the_step_is_the_decoders(dump: Dump, shards: Path, mode: str, monkeypat
         drafted.append(drafts)
         return verify_greedy(drafts, logits)
 
-    monkeypatch.setattr(decoder, "verify_greedy", watch)
+    monkeypatch.setattr(verification, "verify_greedy", watch)
     sessions = [TorchSession(load_network(k, shards, 0, build), SingleProcess()) for k in ("target", "draft")]
     loop = decoder.Decoder(
         sessions[0],

@@ -1,0 +1,99 @@
+"""How likely each draft is to be kept, given that those before it are: from the confidence head or from experience.
+
+The head's logits are divided by one temperature a position, fitted in sequence (sequential temperature
+scaling): position i's is the one for which the product over positions 1 .. i is best calibrated, the earlier
+temperatures being fixed. Where no head ships, acceptance by position is estimated from past steps instead.
+A scheduler has one of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+TEMPERATURES = torch.logspace(-3, 3, 49, base=2, dtype=torch.float64)
+LOGIT_LIMIT = 8.0
+BINS = 16
+
+
+class Acceptance(Protocol):
+    def probabilities(self, confidence: Tensor) -> Tensor:
+        """[R, N] float64, each given that the drafts before are kept; ``confidence`` [R, N] before the sigmoid."""
+        ...
+
+    def record(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from a step that verified ``lengths`` drafts and kept ``accepted``."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadAcceptance:
+    """The confidence head's, calibrated by one temperature a position; without any, as it is."""
+
+    temperatures: Sequence[float] = ()
+
+    def probabilities(self, confidence: Tensor) -> Tensor:
+        logits = confidence.double()
+        if self.temperatures:
+            logits = _limited(logits) / torch.tensor(self.temperatures, dtype=torch.float64)
+        return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).sigmoid()
+
+    def record(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
+    @classmethod
+    def calibrated(cls, confidence: Tensor, lengths: Tensor, accepted: Tensor) -> HeadAcceptance:
+        """The head with temperatures fitted to past steps.
+
+        Args:
+            confidence: [steps, N] before the sigmoid; lengths, accepted: [steps], verified and kept drafts.
+        """
+        logits, fitted = _limited(confidence.double()), []
+        survival = torch.ones(len(logits), dtype=torch.float64)
+        for i, column in enumerate(logits.unbind(1)):
+            tried, kept = lengths > i, (accepted > i).double()
+            candidates = survival * torch.sigmoid(column / TEMPERATURES.unsqueeze(1))
+            errors = torch.stack([calibration_error(c[tried], kept[tried]) for c in candidates])
+            best = int(errors.argmin())
+            fitted.append(float(TEMPERATURES[best]))
+            survival = candidates[best]
+        return cls(fitted)
+
+
+def calibration_error(predicted: Tensor, outcome: Tensor) -> Tensor:
+    """The expected calibration error of probabilities [n] for outcomes [n] in {0, 1}, over equal bins."""
+    index = (predicted * BINS).long().clamp_max(BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, index, predicted - outcome)
+    return gaps.abs().sum() / max(len(predicted), 1)
+
+
+class OnlineAcceptance:
+    """Kept per tried draft of each position over the steps so far, distant ones counting less.
+
+    The prior counts as that many tried drafts and does not fade. It is optimistic, so that a position that is
+    not verified any more drifts back to where it is tried again.
+    """
+
+    def __init__(self, block: int, *, decay: float = 0.999, prior: float = 64.0, prior_rate: float = 1.0):
+        self._decay, self._prior, self._prior_rate = decay, prior, prior_rate
+        self._tried, self._kept = torch.zeros(2, block, dtype=torch.float64)
+
+    def probabilities(self, confidence: Tensor) -> Tensor:
+        rate = (self._kept + self._prior * self._prior_rate) / (self._tried + self._prior)
+        return rate.expand(confidence.shape)
+
+    def record(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
+        index = torch.arange(len(self._tried))
+        verified, kept = torch.tensor(lengths).unsqueeze(1), torch.tensor(accepted).unsqueeze(1)
+        # Behind the first draft that was not kept nothing is learned.
+        tried = (index < verified) & (index <= kept)
+        self._tried = self._decay * self._tried + tried.sum(0)
+        self._kept = self._decay * self._kept + (tried & (index < kept)).sum(0)
+
+
+def _limited(logits: Tensor) -> Tensor:
+    return logits.clamp(-LOGIT_LIMIT, LOGIT_LIMIT)

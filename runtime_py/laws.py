@@ -1,0 +1,93 @@
+"""The laws that tokens are drawn from, as float64 probabilities.
+
+The target's law p is what a request asked for: its logits after penalties, temperature, min-p, top-k and
+top-p, in that order. The draft's law q is only ever the law that the draft really sampled from. The two
+share the temperature, because drafts are then accepted more often; the draft knows nothing of the others.
+That costs acceptance, never correctness: verification emits p for any q, provided that q is exact.
+
+A row without a finite maximum has the law that the argmax has: all mass on the lowest id of the largest
+value, NaN counting as -inf, or on id 0 if there is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..plugins.numerics import first_argmax
+from .requests import Request, SamplingParams
+
+
+def law(scores: Tensor, greedy: Tensor) -> Tensor:
+    """Softmax of ``scores`` [..., V], one-hot at the argmax where ``greedy`` [...] is set."""
+    scores = torch.where(scores.isnan(), -torch.inf, scores)
+    certain = greedy | ~scores.amax(-1).isfinite()
+    return torch.where(certain.unsqueeze(-1), _one_hot(first_argmax(scores), scores), scores.double().softmax(-1))
+
+
+def draft_law(logits: Tensor, temperature: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:
+    """The law q of drafted ``tokens`` [R, N]: of a ``sampled`` [R] request the tempered softmax, otherwise one-hot.
+
+    Args:
+        logits: [R, N, V] float32, Markov bias included, before the temperature; rows of requests that were
+            not sampled are not read.
+        temperature: [R] float32, as the draft was given it.
+    """
+    # In float32 like the draft's own division: q belongs to exactly the numbers that were sampled.
+    scores = logits / temperature.clamp_min(1e-5).view(-1, 1, 1)
+    chosen = _one_hot(tokens, scores)
+    return torch.where(sampled.view(-1, 1, 1), law(scores, torch.zeros_like(tokens, dtype=torch.bool)), chosen)
+
+
+def target_law(requests: Sequence[Request], logits: Tensor) -> Tensor:
+    """The law p [R, N + 1, V] of the token behind each row of the requests' anchors and drafts.
+
+    Args:
+        logits: [R, N + 1, V] float32; rows behind a request's last draft are ignored.
+    """
+    greedy = torch.tensor([r.params.greedy for r in requests], device=logits.device)
+    temperature = torch.tensor([r.params.temperature or 1.0 for r in requests], dtype=torch.float64)
+    scores = torch.where(logits.isnan(), -torch.inf, logits).double()
+    for i, request in enumerate(requests):
+        if request.params.penalizes:
+            _penalize(scores[i], request)
+    scores = scores / temperature.to(scores).view(-1, 1, 1)
+    for i, request in enumerate(requests):
+        if request.params.restricts:
+            scores[i] = _restrict(scores[i], request.params)
+    return law(scores, greedy.unsqueeze(1).expand(scores.shape[:-1]))
+
+
+def _penalize(scores: Tensor, request: Request) -> None:
+    """Subtract the penalties of what precedes each row: repetition of prompt and output, the others of output."""
+    params, vocab = request.params, scores.shape[-1]
+    counts = torch.bincount(torch.tensor(request.output, dtype=torch.long), minlength=vocab)
+    prompt = torch.bincount(torch.tensor(request.tokens[: request.prompt_length]), minlength=vocab)
+    for row, draft in zip(scores, [*request.drafts, None], strict=False):
+        seen, factor = (counts + prompt) > 0, params.repetition_penalty
+        row.copy_(torch.where(seen, torch.where(row > 0, row / factor, row * factor), row))
+        row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if draft is not None:  # the next row exists only if this draft is kept
+            counts[draft] += 1
+
+
+def _restrict(scores: Tensor, params: SamplingParams) -> Tensor:
+    """``scores`` [rows, V] with -inf where min-p, top-k and top-p leave nothing; of equals the lowest ids stay."""
+    if params.min_p > 0:
+        limit = scores.amax(-1, keepdim=True) + torch.tensor(params.min_p).log()
+        scores = scores.masked_fill(scores < limit, -torch.inf)
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    keep = rank < (params.top_k if params.top_k > 0 else scores.shape[-1])
+    mass = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+    # The smallest set that reaches top_p: whatever starts below it. The first stays, also in rows without a law.
+    keep = keep & ((mass.cumsum(-1) - mass < params.top_p) | (rank == 0))
+    return scores.masked_fill(
+        ~torch.zeros_like(keep.expand_as(scores)).scatter(-1, ids, keep.expand_as(ids)), -torch.inf
+    )
+
+
+def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=torch.float64, device=like.device).scatter_(-1, tokens.long().unsqueeze(-1), 1)

@@ -1,0 +1,207 @@
+"""Sampling parameters, the laws they give, and where a request stops (rows SMP-4, SMP-5, SMP-6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from dspark_trt.runtime_py.laws import draft_law, target_law
+from dspark_trt.runtime_py.requests import FinishReason, RequestError, SamplingParams
+from dspark_trt.runtime_py.verification import Verifier, verify_greedy
+
+from tests.fakes import Tables, request, table_decoder
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 0, "temperature": -0.7}, r"max_tokens is 0, expected at least 1; temperature is -0\.7"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": INF}, "temperature is inf"),
+        ({"temperature": 1, "top_k": -2}, "top_k is -2"),
+        ({"temperature": 1, "top_p": 0.0}, r"top_p is 0\.0, expected a probability above 0"),
+        ({"temperature": 1, "top_p": 1.1}, "top_p is 1.1"),
+        ({"temperature": 1, "min_p": -0.1}, "min_p is -0.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1, expected -2 to 2"),
+        ({"frequency_penalty": NAN}, "frequency_penalty is nan"),
+        ({"seed": 2**64}, "seed is 18446744073709551616, expected 64 bits"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"stop": "end"}, "stop is 'end', expected a list of strings"),
+        ({"stop": ["a", ""]}, "not empty"),
+        ({"top_k": 5}, "temperature is 0, which is greedy: top_k, top_p and min_p change nothing"),
+        ({"top_p": 0.9}, "which is greedy"),
+        ({"min_p": 0.1}, "which is greedy"),
+    ],
+)
+def test_parameters_that_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**values)
+
+
+def test_parameters_that_switch_off() -> None:
+    """Both spellings of 'all tokens', and a seed that greedy decoding does not need."""
+    assert not SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0).restricts
+    assert not SamplingParams(top_k=0, seed=3).penalizes
+
+
+def law_of(logits: Sequence[float], *, tokens: Sequence[int] = (0,), drafts: Sequence[int] = (), **values: Any) -> Any:
+    params = SamplingParams(**{"temperature": 1.0, **values})
+    rows = torch.tensor(logits).expand(1, len(drafts) + 1, -1)
+    return target_law([request(list(tokens), list(drafts), params)], rows)[0]
+
+
+def logs(*values: float) -> list[float]:
+    return [math.log(v) for v in values]
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({}, [0.1, 0.4, 0.3, 0.2]),
+        ({"temperature": 0.5}, [1 / 30, 16 / 30, 9 / 30, 4 / 30]),
+        ({"top_k": 2}, [0, 4 / 7, 3 / 7, 0]),
+        ({"top_p": 0.7}, [0, 4 / 7, 3 / 7, 0]),
+        ({"top_p": 0.71}, [0, 4 / 9, 3 / 9, 2 / 9]),
+        ({"top_p": 1e-9}, [0, 1, 0, 0]),
+        ({"min_p": 0.6}, [0, 4 / 7, 3 / 7, 0]),
+        ({"min_p": 1.0}, [0, 1, 0, 0]),
+        # top_p is of what top_k leaves: 4/7 alone is not enough for 0.6, though 0.4 + 0.3 is more than that.
+        ({"top_k": 2, "top_p": 0.57}, [0, 1, 0, 0]),
+        ({"temperature": 0.0}, [0, 1, 0, 0]),
+    ],
+)
+def test_laws_by_hand(values: dict[str, Any], wanted: list[float]) -> None:
+    """The float32 logits carry the only error."""
+    law = law_of(logs(0.1, 0.4, 0.3, 0.2), **values)[0]
+    assert law.dtype == torch.float64
+    assert torch.allclose(law, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_penalties_by_hand() -> None:
+    """Repetition sees prompt and output and acts on the sign; the others see the output, drafts in front included."""
+    logits = [2.0, -1.0, 0.5, 1.0]
+    # Prompt [0], output [1, 1], drafts [2]: rows behind the anchor and behind the draft.
+    laws = law_of(logits, tokens=[0, 1, 1], drafts=[2], repetition_penalty=2.0)
+    for law, scores in zip(laws, ([1.0, -2.0, 0.5, 1.0], [1.0, -2.0, 0.25, 1.0]), strict=True):
+        assert torch.allclose(law, torch.tensor(scores, dtype=torch.float64).softmax(0))
+    laws = law_of(logits, tokens=[0, 1, 1], drafts=[2], presence_penalty=0.5, frequency_penalty=0.25)
+    for law, scores in zip(laws, ([2.0, -2.0, 0.5, 1.0], [2.0, -2.0, -0.25, 1.0]), strict=True):
+        assert torch.allclose(law, torch.tensor(scores, dtype=torch.float64).softmax(0))
+
+
+ODD_ROWS = {
+    "all NaN": ([NAN] * 4, 0),
+    "NaN first": ([NAN, 1.0, 1e4, 2.0], 2),
+    "NaN last": ([1.0, 2000.0, 0.0, NAN], 1),
+    "all -inf": ([-INF] * 4, 0),
+    "all +inf": ([INF] * 4, 0),
+    "+inf twice": ([0.0, 1.0, INF, INF], 2),
+    "winner last": ([0.0, 0.0, 0.0, 1e5], 3),
+}
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": 2, "top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}])
+@pytest.mark.parametrize("row", ODD_ROWS)
+def test_rows_without_a_law(row: str, values: dict[str, Any]) -> None:
+    """SMP-5: NaN counts as -inf; without a finite maximum the law is the argmax, an id inside the vocabulary."""
+    logits, winner = ODD_ROWS[row]
+    wanted = torch.nn.functional.one_hot(torch.tensor(winner), 4).double()
+    assert torch.equal(law_of(logits, **values)[0], wanted)
+    cached, token = torch.tensor(logits).view(1, 1, 4), torch.tensor([[3]])
+    one = torch.ones(1)
+    assert torch.equal(draft_law(cached, one, token, one.bool())[0, 0], wanted)
+    assert draft_law(cached, one, token, ~one.bool())[0, 0].tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049])
+def test_ties_go_to_the_lowest_id(vocab: int) -> None:
+    """SMP-6: greedy, top-k's last place and top-p's, and the token behind the drafts."""
+    constant = [1.0] * vocab
+    greedy = law_of(constant, temperature=0.0)[0]
+    assert greedy[0] == 1 and greedy.sum() == 1
+    for values in ({"top_k": 2}, {"top_p": min(1.0, 1.5 / vocab)}):
+        kept = law_of(constant, **values)[0].nonzero().flatten().tolist()
+        assert kept == list(range(min(2, vocab)))
+    behind = Verifier()([request([0], [], SamplingParams(frequency_penalty=0.1))], torch.ones(1, vocab), None)
+    assert behind.bonus == [0]
+
+
+def test_draft_law_is_of_the_numbers_sampled() -> None:
+    """SMP-4: float32 division as in the draft; sums to one; near ties below a bf16 step stay apart."""
+    logits = torch.tensor([[[20.0, 20.05, -INF]]])
+    law = draft_law(logits, torch.tensor([0.7]), torch.tensor([[0]]), torch.tensor([True]))[0, 0]
+    exact = (logits / torch.tensor(0.7)).double().softmax(-1)[0, 0]
+    assert torch.equal(law, exact) and abs(float(law.sum()) - 1) < 1e-12 and law[1] > 1.05 * law[0] and law[2] == 0
+
+
+def test_uneven_numbers_of_drafts() -> None:
+    """A request with fewer drafts than its neighbour keeps no more than it has, greedy and by laws."""
+    logits = torch.zeros(6, 3)
+    logits[torch.arange(6), torch.tensor([1, 2, 1, 2, 0, 1])] = 50.0
+    for values in ({}, {"temperature": 1.0, "seed": 1}):
+        params = SamplingParams(**values)
+        rows = [request([0], [1, 2, 1], params), request([0], [], params), request([0], [1], params)]
+        verdict = Verifier()(rows, torch.cat((logits[:4], logits[4:5], logits[5:6], logits[3:4])), None)
+        assert verdict.accepted == [3, 0, 1]
+        assert verdict.bonus == [2, 0, 2]
+    assert verify_greedy(torch.tensor([[-1, -1]]), logits[:3].unsqueeze(0)).accepted == [0]
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join("abcdefg"[i] for i in ids)
+
+
+@pytest.mark.parametrize("cut", ["first token", "across a step", "last token"])
+def test_stop_strings(cut: str) -> None:
+    """A stop string inside accepted drafts ends the output there: its tokens are kept, its text is not."""
+    tables = Tables.random(7, 4, seed=2)
+    loop = table_decoder(tables, detokenize=letters)
+    free, _ = loop.generate([[1]], SamplingParams(max_tokens=40))
+    whole = letters(free[0].token_ids)
+    assert free[0].text == whole
+    at, length = {"first token": (0, 1), "across a step": (7, 6), "last token": (37, 3)}[cut]
+    stop = whole[at : at + length]
+    streamed: list[int] = []
+    params = SamplingParams(max_tokens=40, stop=["nowhere", stop])
+    done, _ = loop.generate([[1]], params, lambda _, tokens: streamed.extend(tokens))
+    assert done[0].text == whole[: whole.index(stop)]
+    assert letters(done[0].token_ids) == letters(streamed) == whole[: whole.index(stop) + length]
+    assert done[0].finish_reason is FinishReason.STOP
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    loop = table_decoder(Tables.random(7, 4))
+    with pytest.raises(RequestError, match="prompt 1 has stop strings, which need the tokenizer"):
+        loop.generate([[1], [2]], [SamplingParams(), SamplingParams(stop=["x"])])
+    done, _ = loop.generate([[1]], SamplingParams(max_tokens=3))
+    assert done[0].text is None
+
+
+def test_whole_number_temperatures() -> None:
+    """1 and 0 are temperatures as good as 1.0 and 0.0."""
+    tables = Tables.random(7, 4, seed=2)
+    for value in (0, 1, 2):
+        done = [
+            table_decoder(tables).generate([[1]], SamplingParams(temperature=t, seed=3, max_tokens=20))[0]
+            for t in (value, float(value))
+        ]
+        assert done[0] == done[1]
+
+
+def test_fewer_drafts_by_request() -> None:
+    """num_draft_tokens limits what is verified, not what comes out."""
+    tables = Tables.random(7, 4, seed=2)
+    done = {}
+    for limit in (0, 1, 3, 4, 9, None):
+        params = SamplingParams(max_tokens=60, num_draft_tokens=limit)
+        (completion,), stats = table_decoder(tables).generate([[1]], params)
+        done[limit] = completion.token_ids
+        verified = min(4 if limit is None else limit, 4)
+        assert stats.proposed_per_position == [stats.steps] * verified + [0] * (4 - verified)
+    assert all(tokens == done[0] for tokens in done.values())
