@@ -40,7 +40,8 @@ bool make_cache_format(const Params* p, CacheFormat* format) {
   format->quant_group = group;
   for (int i = 0; i < format->pairs; ++i) {
     const float exponent = static_cast<float>(2 * i) / static_cast<float>(p->rope_dims);
-    format->frequencies[i] = 1.0f / static_cast<float>(std::pow(static_cast<double>(p->rope_theta), static_cast<double>(exponent)));
+    const double power = std::pow(static_cast<double>(p->rope_theta), static_cast<double>(exponent));
+    format->frequencies[i] = 1.0f / static_cast<float>(power);
   }
   return true;
 }
@@ -91,7 +92,8 @@ __device__ __forceinline__ void make_cache_entry(const T* row, const CacheFormat
 #pragma unroll
       for (int i = 0; i < kSize; i += 2) {
         if (channel + i < format.unrotated) continue;
-        const float2 turned = rotate(to_float(entry.values[i]), to_float(entry.values[i + 1]), turns[(channel + i - format.unrotated) / 2]);
+        const float2 by = turns[(channel + i - format.unrotated) / 2];
+        const float2 turned = rotate(to_float(entry.values[i]), to_float(entry.values[i + 1]), by);
         entry.values[i] = from_float<T>(turned.x);
         entry.values[i + 1] = from_float<T>(turned.y);
       }

@@ -345,7 +345,8 @@ __global__ void __launch_bounds__(kThreads) attention_float_kernel(const __grid_
     for (int i = 0; i < 4; i += 2) {
       if (channel + i < unrotated) continue;
       const float2 by = row_turns[(channel + i - unrotated) / 2];
-      const float2 turned = back ? rotate_back(piece.values[i], piece.values[i + 1], by) : rotate(piece.values[i], piece.values[i + 1], by);
+      const float even = piece.values[i], odd = piece.values[i + 1];
+      const float2 turned = back ? rotate_back(even, odd, by) : rotate(even, odd, by);
       piece.values[i] = turned.x;
       piece.values[i + 1] = turned.y;
     }

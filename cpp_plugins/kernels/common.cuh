@@ -149,7 +149,8 @@ int launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t
     DeviceLimits limits;
     // The device's limit rather than this launch's size, so that launches from several threads agree.
     if (device_limits(&limits))
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_bytes);
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           limits.shared_bytes);
   }
   if (shape.cooperative) {
     attributes[0].id = cudaLaunchAttributeCooperative;

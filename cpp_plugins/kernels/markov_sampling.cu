@@ -82,7 +82,8 @@ struct Products<float> {
   float sums[kGroup][2] = {};
 
   template <int>
-  __device__ __forceinline__ void add(const uint4& upper, const uint4& lower, const uint4* features, int lane, int requests) {
+  __device__ __forceinline__ void add(const uint4& upper, const uint4& lower, const uint4* features, int lane,
+                                      int requests) {
 #pragma unroll
     for (int request = 0; request < kGroup; ++request) {
       if (request >= requests) break;
@@ -232,7 +233,8 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
       if (blockIdx.x == 0) copy[chunk] = value;
     }
     if (lane == 0 && p.temperature) {
-      noise_key[request] = gumbel_key(p.seeds[2 * request], p.seeds[2 * request + 1], p.positions[request], step, kDraftSalt);
+      const int32_t* seed = p.seeds + 2 * request;
+      noise_key[request] = gumbel_key(seed[0], seed[1], p.positions[request], step, kDraftSalt);
       temperature[request] = p.temperature[request];
     }
   };
