@@ -38,14 +38,6 @@ BYTE_OPS = ("QuantizedLinear", "RoutedExperts")
 ONE_GPU = EngineOptions(compute_capabilities=("8.0",))
 
 
-@pytest.fixture(scope="module")
-def api() -> TensorRT:
-    found = tensorrt_api.probe("tensorrt_rtx")
-    if isinstance(found, str):
-        pytest.skip(f"TensorRT-RTX is not installed ({found})")
-    return found
-
-
 def plan_of(api: TensorRT, model: onnx.ModelProto, path: Path, **options: Any) -> bytes:
     save(model, path / "model.onnx")
     expected = {n.op_type: 1 for n in model.graph.node if n.domain == "dspark"}

@@ -16,7 +16,6 @@ from dspark_trt.builder.config import ConfigError
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, build_engine_dir
 from dspark_trt.builder.onnx_export import ExportedModel
-from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.library import PLUGIN_ABI
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
 
@@ -24,14 +23,6 @@ from tests.one_op_models import stand_in_export
 from tests.released import tiny_config, write_checkpoint
 
 BUILD = BuildConfig(max_batch_size=2, options=EngineOptions(compute_capabilities=("8.9",)))
-
-
-@pytest.fixture(scope="module")
-def api() -> TensorRT:
-    found = tensorrt_api.probe("tensorrt_rtx")
-    if isinstance(found, str):
-        pytest.skip(f"TensorRT-RTX is not installed ({found})")
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -25,14 +25,6 @@ FLOATS = ("float32", "float16", "bfloat16")
 DTYPES = (*FLOATS, "int32", "int8", "int64", "bool")
 
 
-@pytest.fixture(scope="module")
-def api() -> TensorRT:
-    found = tensorrt_api.probe("tensorrt_rtx")
-    if isinstance(found, str):
-        pytest.skip(f"TensorRT-RTX is not installed ({found})")
-    return found
-
-
 def attributes_of(op: Op, **changed: Any) -> Any:
     return op.attributes_type(**{**ATTRIBUTES[op.name], **changed})
 
