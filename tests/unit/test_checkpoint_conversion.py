@@ -289,12 +289,18 @@ def test_sizes_that_do_not_split_are_refused(tp_size: int, tmp_path: Path) -> No
 
 
 CONVERT = """
-import resource, sys
+import sys
 from pathlib import Path
 from dspark_trt.builder.checkpoint import convert_checkpoint
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+def peak_resident():
+    # Not ru_maxrss: that one starts from the process which started this one, and survives exec.
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
+
+print(peak_resident())
 convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), tp_size=2)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(peak_resident())
 """
 
 
