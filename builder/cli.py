@@ -36,8 +36,6 @@ from .checkpoint.tensor_file import StoredTensor, read_header
 from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
 from .engine import BuildConfig, Lowering
 from .engine_dir import EngineDir, EngineDirError, build_engine_dir, network_kinds
-from .model.context import BuildContext
-from .network import draft_io, target_io
 
 USER_ERRORS = (
     *(ConfigError, CheckpointError, EngineDirError, OpError, OSError, KernelUnavailableError),
@@ -319,11 +317,7 @@ def _tensors(tensors: Iterable[StoredTensor]) -> Table:
 
 def _shapes(kind: engine_dir.Kind, source: ShardConfig | EngineDir, build: BuildConfig) -> Table:
     """The inputs of an engine and what each profile takes."""
-    context = BuildContext(build.numerics, getattr(torch, build.dtype), source.tp_size)
-    if kind == "target" and source.target:
-        io = target_io(source.target, context, slots=build.max_batch_size)
-    else:
-        io = draft_io(source.draft, context, slots=build.max_batch_size, sampling=build.sampling)
+    io = engine_dir.network_io(kind, source, build)
     ranges = engine.dimension_ranges(kind, source.draft, build)
     table = _table(f"{kind} engine", "input", "dtype", *ranges)
     for info in io.inputs:

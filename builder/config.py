@@ -18,12 +18,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .released_keys import SUPPORTED_QUANTIZATION, SUPPORTED_VALUES, KeyReader
 
 HC_MULT = 4
 """Number of residual streams; the kernels and the released models know no other."""
+
+
+HeadKind = Literal["vanilla", "gated", "rnn"]
+"""What a Markov head's bias depends on: the token before, its row too, or all slots before (spec section 5.1)."""
 
 
 class ConfigError(ValueError):
@@ -135,13 +139,29 @@ class DraftConfig(ModelConfig):
 
     num_stages: int
     block_size: int
-    """Rows of a draft pass = drafted tokens a request; the value the checkpoint was trained with."""
+    """Drafted tokens a request; the value the checkpoint was trained with."""
     noise_token_id: int
     markov_rank: int
     num_features: int
     """Captured target layers; ``target_features`` rows are ``num_features * hidden_size`` wide."""
     sample_from_anchor: bool
-    """True: row 0 (the anchor) predicts the first draft token, as the released drafts do."""
+    """True: row 0 (the anchor) predicts the first draft token, as the released drafts do. False: it is not sampled,
+    and as many noise rows as drafts follow it, each of which predicts the token at its own position."""
+    markov_head: HeadKind
+    logit_scale: float
+    logit_softcap: float | None
+    """The transform of the draft's logits: x -> c tanh(s x / c), without a cap c just s x."""
+    apply_output_logit_transform: bool
+    """Whether the Markov head's bias goes through that transform too, before it is added; else it is added as it is."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a request in a draft pass."""
+        return self.block_size + (not self.sample_from_anchor)
+
+    @property
+    def transforms_logits(self) -> bool:
+        return self.logit_scale != 1 or self.logit_softcap is not None
 
 
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool}
@@ -169,8 +189,7 @@ def read_configs(
         ConfigError: with all problems in one message.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
+    path = path / "config.json" if path.is_dir() else path
     try:
         root = json.loads(path.read_text())
     except FileNotFoundError:
@@ -207,6 +226,7 @@ def parse_configs(
     text.expect("hc_mult", (HC_MULT,))
     text.expect("scoring_func", ("sqrtsoftplus",))
     text.expect("n_shared_experts", (1,))
+    text.expect("dspark_markov_head_type", get_args(HeadKind), "vanilla")
     for key, allowed in SUPPORTED_VALUES.items():
         text.expect(key, allowed, None)
     outer.expect("tie_word_embeddings", (False,), None)
@@ -231,8 +251,7 @@ def parse_configs(
     draft_experts, draft_top_k = backbone_experts, backbone_top_k
     if variant is Variant.V4_1:
         draft_experts = text.get("dspark_n_routed_experts", int)
-        # The inference configuration has another name for it.
-        other = text.get("dspark_n_activated_experts", int, None)
+        other = text.get("dspark_n_activated_experts", int, None)  # the inference configuration's name
         draft_top_k = text.get("dspark_num_experts_per_tok", int, dataclasses.MISSING if other is None else other)
         if other not in (None, draft_top_k):
             text.problems.append(f"dspark_n_activated_experts is {other}, dspark_num_experts_per_tok {draft_top_k}")
@@ -258,6 +277,8 @@ def parse_configs(
         bos_token_id=ids["bos_token_id"],
         eos_token_ids=tuple(eos),
     )
+    transformed = text.values.keys() & {"dspark_logit_scale", "dspark_final_logit_softcapping"}
+    unless_transformed = dataclasses.MISSING if transformed else False
     draft = DraftConfig(
         **common,
         n_routed_experts=draft_experts,
@@ -268,6 +289,10 @@ def parse_configs(
         markov_rank=text.get("dspark_markov_rank", int),
         num_features=len(feature_ids),
         sample_from_anchor=text.get("dspark_sample_from_anchor", bool, True),
+        markov_head=text.values.get("dspark_markov_head_type", "vanilla"),
+        logit_scale=text.get("dspark_logit_scale", float, 1.0),
+        logit_softcap=text.get("dspark_final_logit_softcapping", float, None),
+        apply_output_logit_transform=text.get("dspark_apply_output_logit_transform", bool, unless_transformed),
     )
     readers = [quantization, text] + ([outer] if nested else [])
     problems = [f"{r.where}: {p}" for r in readers for p in r.problems]
@@ -322,8 +347,8 @@ def _contradictions(target: TargetConfig, draft: DraftConfig) -> list[str]:
         found.append(
             f"dspark_target_layer_ids is {list(ids)}, expected distinct layers of 0..{target.num_hidden_layers - 1}"
         )
-    if not draft.sample_from_anchor:
-        found.append("dspark_sample_from_anchor is false (row 0 not sampled); only anchor-first drafts are supported")
+    if draft.logit_softcap is not None and not draft.logit_softcap > 0:
+        found.append(f"dspark_final_logit_softcapping is {draft.logit_softcap}, expected > 0, or null for no cap")
     if not 0 <= draft.noise_token_id < draft.vocab_size:
         found.append(f"dspark_noise_token_id is {draft.noise_token_id}, expected 0..{draft.vocab_size - 1}")
     if not 0 <= target.num_hash_layers <= target.num_hidden_layers:
@@ -371,5 +396,4 @@ def from_dict(kind: type[ModelConfig], values: Mapping[str, Any]) -> Any:
             f"{kind.__name__}: unknown keys {sorted(set(values) - names)}, missing keys {sorted(names - set(values))}"
         )
     fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    fixed["variant"] = Variant(fixed["variant"])
-    return kind(**fixed)
+    return kind(**{**fixed, "variant": Variant(fixed["variant"])})

@@ -25,11 +25,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 import onnx.inliner
 
-from ..plugins.op import DOMAIN, OpError, decode_attributes, encode_attributes
+from ..plugins.op import DOMAIN, OPSET, OpError, decode_attributes, encode_attributes
+from ..plugins.profiles import Profile, Shape
 from ..plugins.registry import ALL_OPS
-from ..plugins.tensorrt_api import EngineBuildError, EngineOptions, ParsedNetwork, Profile, Shape, TensorRT
+from ..plugins.tensorrt_api import EngineBuildError, EngineOptions, ParsedNetwork, TensorRT
 from ..plugins.trt_plugin import PluginFailures, registered_creators
 from .config import ConfigError, DraftConfig, ModelConfig, Numerics, check_draft_length
+from .onnx_lowering import OPSET as OPSET_OF_TENSORRT_8
+from .onnx_lowering import lower_to_opset17
 
 if TYPE_CHECKING:
     from .network import TensorInfo
@@ -38,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 Kind = Literal["draft", "target"]
-
-
-class ShapeRangeError(ValueError):
-    """An input has a shape that no profile of the engine covers."""
+VOCABULARY_SPLIT_FROM = 0
+"""Requests from which sharing the sampling by vocabulary is faster than doing all of it on every rank."""
+REQUEST_SPLIT_FROM = 0
+"""Requests from which sharing it by requests is faster still. Both are 0, never, until they are measured on GPUs."""
 
 
 class Lowering(str, enum.Enum):
@@ -70,6 +73,12 @@ class BuildConfig:
     """Must be the draft's block size, and is that when left out."""
     sampling: bool = False
     """Draft with temperature and seeds, and with draft_logits as output; without, greedy drafts."""
+    float64_noise: bool = False
+    """Draw a sampling draft's noise in float64, from 32 bits a token instead of 23; slower."""
+    vocabulary_split_from: int = VOCABULARY_SPLIT_FROM
+    """Requests from which ranks in torch share the sampling of greedy drafts by vocabulary; 0 is never."""
+    request_split_from: int = REQUEST_SPLIT_FROM
+    """Requests from which they share it by requests instead; 0 is never."""
     options: EngineOptions = field(default_factory=EngineOptions)
 
     def checked(self, draft: DraftConfig) -> BuildConfig:
@@ -88,6 +97,11 @@ class BuildConfig:
             )
         if self.numerics is Numerics.RELEASED and self.dtype != "bfloat16":
             problems.append(f"released numerics are bfloat16, dtype is {self.dtype}; add --numerics dequantized")
+        if self.float64_noise and not self.sampling:
+            problems.append("float64_noise is of sampling drafts; add --sampling, or leave it out")
+        for name in ("vocabulary_split_from", "request_split_from"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)}, expected a number of requests, or 0 for never")
         if self.max_batch_size < 1:
             problems.append(f"max_batch_size is {self.max_batch_size}, expected at least 1")
         if self.max_input_len < block + 1:
@@ -104,6 +118,15 @@ class BuildConfig:
         if self.num_draft_tokens is not None:
             check_draft_length(draft, self.num_draft_tokens)
         return dataclasses.replace(self, num_draft_tokens=block)
+
+
+def check_engine_draft(draft: DraftConfig) -> None:
+    """Raise :class:`ConfigError` if only the torch session has what ``draft`` samples with."""
+    if draft.markov_head != "vanilla" or draft.transforms_logits:
+        raise ConfigError(
+            f"the draft has a {draft.markov_head} Markov head, logit scale {draft.logit_scale} and cap "
+            f"{draft.logit_softcap}; engines have vanilla heads without scale and cap, run it with torch sessions"
+        )
 
 
 def dimension_ranges(kind: Kind, config: ModelConfig, build: BuildConfig) -> dict[str, dict[str, tuple[int, int, int]]]:
@@ -138,28 +161,6 @@ def profiles_for(
     return [{t.name: (shape(t, r, 0), shape(t, r, 1), shape(t, r, 2)) for t in inputs} for r in ranges.values()]
 
 
-def check_shapes(profiles: Sequence[Profile], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Index of the first profile that covers ``shapes``.
-
-    Raises:
-        ShapeRangeError: naming for each profile the inputs outside it, with shape and range.
-    """
-    reasons = []
-    for index, profile in enumerate(profiles):
-        wrong = [f"{name} is missing" for name in profile if name not in shapes]
-        for name, shape in shapes.items():
-            low, _, high = profile.get(name, ((), (), ()))
-            inside = len(shape) == len(low) and all(a <= s <= b for a, s, b in zip(low, shape, high, strict=True))
-            if name not in profile:
-                wrong.append(f"{name} is not an input")
-            elif not inside:
-                wrong.append(f"{name} is {list(shape)}, expected {list(low)} to {list(high)}")
-        if not wrong:
-            return index
-        reasons.append(f"profile {index}: {'; '.join(wrong)}")
-    raise ShapeRangeError("no profile of the engine covers these shapes. " + ". ".join(reasons))
-
-
 def build_engine(
     onnx_path: Path,
     *,
@@ -179,7 +180,7 @@ def build_engine(
         EngineBuildError: the model's operations aren't this package's, TensorRT refused, a plugin
             reported a fault, or the plugin layers are not those expected.
     """
-    lowering = Lowering(lowering)
+    lowering, options = Lowering(lowering), options or EngineOptions()
     started = time.perf_counter()
     model = onnx.load(onnx_path, load_external_data=False)
     versions = _check_operations(model, onnx_path)
@@ -190,13 +191,15 @@ def build_engine(
         # Inlined here because TensorRT ignores overloads: of two functions of one name it takes the first.
         model = onnx.inliner.inline_local_functions(model)
         model.opset_import.append(onnx.helper.make_opsetid("trt", 1))
+    if (options.onnx_opset or (OPSET_OF_TENSORRT_8 if api.is_8 else OPSET)) == OPSET_OF_TENSORRT_8:
+        model = lower_to_opset17(model)
     with registered_creators(api, ALL_OPS.values()) if plugin else nullcontext(PluginFailures()) as failures:
         try:
             network = api.parse(model.SerializeToString(), onnx_path)
             del model
             _check_plugin_layers(network, expected_plugin_layers if plugin else {}, onnx_path)
             parsed = time.perf_counter()
-            plan = network.build(profiles, options or EngineOptions())
+            plan = network.build(profiles, options)
         except EngineBuildError as error:
             if detail := failures.text():
                 raise EngineBuildError(f"{error}\n{detail}") from error

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..plugins.kernels import has_kernel
 from ..plugins.library import PLUGIN_ABI, find_library
@@ -32,6 +32,9 @@ from .checkpoint.loading import CONFIG_NAME
 from .checkpoint.sharding import TOKENIZER_FILES
 from .config import ConfigError, DraftConfig, TargetConfig, from_dict, to_dict
 from .engine import BuildConfig, Kind, Lowering
+
+if TYPE_CHECKING:
+    from .network import NetworkIO
 
 FORMAT = "dspark-trt engines"
 VERSION = 1
@@ -149,6 +152,8 @@ class EngineDir:
         problems = [f"{name}: built for {built}, here {here}" for name, (built, here) in pairs.items() if built != here]
         if problems:
             remedy = f"Build on this machine: {REBUILD} --product {product}"
+            if self.tensorrt != {"product": product, "version": version}:
+                remedy = f"Install {self.tensorrt['product']} {self.tensorrt['version']}, or: {remedy}"
             if self.tp_size != world_size:
                 remedy = f"Start it with: mpirun -n {self.tp_size} ...; or convert for {world_size} ranks. {remedy}"
             raise EngineDirError(f"{self.path} does not fit this run. {'; '.join(problems)}. {remedy}")
@@ -188,6 +193,7 @@ def build_engine_dir(
     """
     source = read_shard_config(shards)
     build = build.checked(source.draft)
+    engine.check_engine_draft(source.draft)
     capabilities = api.compute_capabilities(build.options.compute_capabilities)
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()
@@ -226,6 +232,19 @@ def build_engine_dir(
         }
         (partial / CONFIG_NAME).write_text(json.dumps(header, indent=2) + "\n")
     return EngineDir.open(output)
+
+
+def network_io(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig) -> NetworkIO:
+    """Names, dtypes and shapes of a network's inputs and outputs."""
+    import torch
+
+    from .model.context import BuildContext
+    from .network import draft_io, target_io
+
+    context = BuildContext(build.numerics, getattr(torch, build.dtype), source.tp_size)
+    if kind == "target" and source.target:
+        return target_io(source.target, context, slots=build.max_batch_size)
+    return draft_io(source.draft, context, slots=build.max_batch_size, sampling=build.sampling)
 
 
 def network_kinds(source: ShardConfig) -> tuple[Kind, ...]:

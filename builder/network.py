@@ -6,6 +6,8 @@ The same object is what the torch session runs, what the exporter traces and wha
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,10 @@ from .engine import BuildConfig, Kind
 from .model.context import BuildContext, ignore
 from .model.draft import DraftModel
 from .model.markov import MarkovOptions
+from .model.markov_parallel import plan_loops
 from .model.target import TargetModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,13 @@ def load_network(
     *,
     probe: Callable[[str, Tensor], None] = ignore,
     markov: MarkovOptions | None = None,
+    online_acceptance: bool = False,
 ) -> Network:
     """A rank's draft or target with its weights, as ``build`` wants it, on the CPU.
 
-    ``markov`` changes how a draft chooses its tokens, for the torch session only.
+    Args:
+        markov: changes how a draft chooses its tokens, all but the noise for the torch session only.
+        online_acceptance: acceptance will be estimated while decoding, which keeps the draft's sampling whole.
 
     Raises:
         CheckpointError: the shards don't hold that network or rank, or do not fit it.
@@ -136,7 +144,21 @@ def load_network(
     slots = build.max_batch_size
     model: DraftModel | TargetModel
     if kind == "draft":
-        model = DraftModel(config.draft, context, sampling=build.sampling, markov=markov)
+        options = markov or MarkovOptions()
+        options = dataclasses.replace(options, float64_noise=options.float64_noise or build.float64_noise)
+        loops = plan_loops(
+            config.draft,
+            options,
+            tp_size=config.tp_size,
+            rank=rank,
+            vocabulary_from=build.vocabulary_split_from,
+            requests_from=build.request_split_from,
+            draft_logits=build.sampling,
+            online_acceptance=online_acceptance,
+        )
+        if rank == 0 and config.tp_size > 1:
+            logger.info("draft sampling on %d ranks in torch: %s", config.tp_size, loops)
+        model = DraftModel(config.draft, context, sampling=build.sampling, markov=options, loops=loops)
         io = draft_io(config.draft, context, slots=slots, sampling=build.sampling)
     elif config.target is None:
         raise CheckpointError(f"{shards}: holds the draft only; convert again without --draft-only to get the target")

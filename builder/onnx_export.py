@@ -89,8 +89,9 @@ def export_network(network: Network, path: Path, *, probes: Probes | None = None
     """
     if isinstance(network.model, DraftModel) and not network.model.plain_sampling:
         raise ExportError(
-            f"the draft chooses its tokens with {network.model.markov} or a sampler of its own, engines have the "
-            "released Markov head only; run it with the torch session, or leave these options out"
+            f"the draft chooses its tokens with {network.model.markov}, a {network.model.config.markov_head} head, a "
+            "transform of its logits or a sampler of its own, engines have the released Markov head only; run it with "
+            "the torch session"
         )
     io = network.io
     examples, dynamic = _example_inputs(io.inputs)

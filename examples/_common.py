@@ -1,12 +1,11 @@
-"""What the examples share: text to token ids and back, and why plans can't run."""
+"""What the examples share: text to token ids and back, what computes, and why plans can't run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
-from dspark_trt.plugins import tensorrt_api
+import torch
 from dspark_trt.runtime_py.requests import RequestError
 from tokenizers import Tokenizer
 
@@ -39,17 +38,6 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def why_not_tensorrt(directory: EngineDir) -> str:
-    """Why an engine directory's plans aren't what runs here, as half a sentence."""
-    product, version = directory.tensorrt["product"], directory.tensorrt["version"]
-    found, gpus = tensorrt_api.probe(product), tensorrt_api.gpu_compute_capabilities()
-    if isinstance(found, str):
-        return f"its plans need {product} {version}, which is not installed here: {found}"
-    if not gpus:
-        wanted = " or ".join(directory.compute_capabilities)
-        return f"its plans, of {product} {version}, need a GPU of compute capability {wanted}; there is none here"
-    try:
-        directory.check_runtime(product, found.version, gpus[0], directory.tp_size)
-    except EngineDirError as error:
-        return str(error)
-    return "this version decodes with the torch session only"
+def device_name(place: torch.device) -> str:
+    """What computes, for people."""
+    return "the CPU" if place.type == "cpu" else torch.cuda.get_device_name(place)

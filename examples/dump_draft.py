@@ -197,7 +197,7 @@ def draft_step(network: Network, probes: Probes, step: Step) -> dict[str, Tensor
     slots = torch.arange(len(step.anchor_ids), dtype=torch.int32)
     context = (step.context_features, step.context_positions, step.context_request)
     tokens, confidence, *_ = network(step.anchor_ids, step.anchor_positions, slots, *context, *rings(network))
-    block = torch.arange(config.block_size, dtype=torch.int32)
+    block = torch.arange(config.block_rows, dtype=torch.int32)
     found = {
         **vars(step),
         **probes,
@@ -221,7 +221,7 @@ def dump(options: Options) -> dict[str, Tensor]:
             f"{options.checkpoint}: its target has compressed attention, which this version does not run; "
             "pass --features with what the target gives instead of --prompt-ids"
         )
-    check_prompts(prompts, target, draft.block_size)
+    check_prompts(prompts, target, draft.block_rows)
     dtype = "bfloat16" if options.mode == "released" else options.dtype
 
     def build_for(requests: int) -> BuildConfig:
@@ -238,7 +238,7 @@ def dump(options: Options) -> dict[str, Tensor]:
         else:
             network = load_network("target", shards, 0, build_for(len(prompts)))
             step = run_target(network, prompts, target.sliding_window)
-        probes = Probes(draft.block_size)
+        probes = Probes(draft.block_rows)
         network = load_network("draft", shards, 0, build_for(len(step.anchor_ids)), probe=probes.record)
         tensors = draft_step(network, probes, step)
         facts = {"mode": options.mode, "dtype": dtype, "weights_hash": read_shard_config(shards).weights_hash}

@@ -2,6 +2,8 @@
 
     mpirun -n 2 python examples/run.py --engine-dir ENGINES --prompt "It was" "She said"
     mpirun -n 2 python examples/run.py --engine-dir ENGINES --compare-target-only --stats-json stats.json
+    python examples/run.py --engine-dir ENGINES --temperature 0.7 --top-p 0.9 --rejection-sample-method block
+    python examples/run.py --engine-dir ENGINES --scheduler early-stop --profile-costs
 
 Every rank runs this program; rank 0 speaks. ``--compare-target-only`` decodes once more without drafts and
 wants the very same tokens: greedy speculative decoding changes how fast text comes, never which. The exit
@@ -12,20 +14,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+import torch
 import tyro
-from _common import Text, read_prompts, why_not_tensorrt
+from _common import Text, device_name, read_prompts
+from _decoding import METHODS, SamplingFlags, VerificationFlags
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
-from dspark_trt.plugins.tensorrt_api import TensorRTUnavailableError
+from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
 from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
+from dspark_trt.runtime_py.device import DeviceChoice, rank_device
 from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
+from dspark_trt.runtime_py.trace import trace_scope
+from dspark_trt.runtime_py.verification import Verifier
+from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from rich.console import Console
 from rich.table import Table
 
@@ -43,8 +54,6 @@ class Options:
     """Texts to continue."""
     prompts_file: Path | None = None
     """File with one text a line; without any prompt, those beside this script."""
-    max_output_len: int = 128
-    """Tokens a prompt, unless the model stops before."""
     speculative: bool = True
     """Decode with the draft."""
     compare_target_only: bool = False
@@ -53,16 +62,43 @@ class Options:
     """Write the statistics here."""
     plot: Path | None = None
     """Draw the accepted tokens by position as PNG."""
-    backend: Literal["auto", "torch", "tensorrt"] = "auto"
+    backend: Backend = "auto"
     """What executes the networks."""
+    device: DeviceChoice = "auto"
+    """auto is a GPU of its own for every rank where there are enough."""
+    timeout: float = DEFAULT_TIMEOUT_S
+    """Seconds after which a prefill, a step or loading is taken for stuck; the job ends then."""
     check_lockstep: bool = False
     """Compare the ranks' decisions at every step."""
     stream: bool = False
     """Print text as it comes; of several prompts, a line for each step of each."""
     run_profiling: bool = False
     """Decode three times more and print the times."""
+    profile: bool = False
+    """Print the time of a step by phase: target, verification, draft, host gap."""
+    trace: Path | None = None
+    """Write a timeline of all ranks that Perfetto opens, as .json or .json.gz."""
+    request_counts: tuple[int, ...] | None = None
+    """Request counts whose steps are captured in CUDA graphs; powers of two when left out."""
     debug: bool = False
     """Show tracebacks."""
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
+    verification: Annotated[VerificationFlags, tyro.conf.arg(name="")] = field(default_factory=VerificationFlags)
+
+    def contradictions(self, block_size: int) -> list[str]:
+        """What does not go together, a sentence each."""
+        sampling, problems = self.sampling, self.verification.contradictions(block_size)
+        about_drafts = self.verification.drafting_flags(sampling.num_draft_tokens) + ["--plot"] * bool(self.plot)
+        if about_drafts and not self.speculative:
+            problems = [f"--no-speculative makes no drafts, which {', '.join(about_drafts)} asks for; leave out either"]
+        if sampling.num_draft_tokens is not None and sampling.num_draft_tokens > block_size:
+            problems.append(f"--num-draft-tokens is {sampling.num_draft_tokens}, the draft's block has {block_size}")
+        if self.compare_target_only and sampling.temperature > 0:
+            problems.append(
+                "--compare-target-only wants the same tokens, and at a temperature the two runs draw different ones "
+                "of the same law; leave out either"
+            )
+        return problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,47 +110,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with fail_together(communicator, debug=options.debug):
-        return run(options, directory, communicator)
+        if not 0 < options.timeout < math.inf:
+            raise RequestError(f"--timeout is {options.timeout}, expected a number of seconds above 0")
+        with Watchdog(communicator.rank, communicator.abort, timeout_s=options.timeout) as progress:
+            return run(options, directory, communicator, progress)
     raise AssertionError("fail_together ends the job")
 
 
-def run(options: Options, directory: EngineDir, communicator: Communicator) -> int:
+def run(options: Options, directory: EngineDir, communicator: Communicator, progress: Progress) -> int:
     """Decode and report; returns the exit status, the same on every rank."""
     # mpirun gives rank 0 a terminal even where its own output is a file, so no colours.
     console = Console(quiet=communicator.rank != 0, soft_wrap=True, markup=False, highlight=False, color_system=None)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; decoding needs both")
-    if options.plot and not options.speculative:
-        raise RequestError("--plot draws accepted drafts, and --no-speculative makes none; pass one of them")
-    console.print(f"executor: {choose_executor(directory, options.backend)}; ranks: {communicator.size}")
+    block, params = directory.draft.block_size, options.sampling.checked()
+    if problems := options.contradictions(block):
+        raise RequestError("; ".join(problems))
+    make_scheduler = options.verification.scheduler_maker(block)
+    place = rank_device(communicator, options.device)
+    executor = choose_executor(directory, communicator, place, options.backend)
+    console.print(f"executor: {executor}; ranks: {communicator.size}")
+    if options.speculative and not params.greedy and not directory.build.sampling:
+        console.print("drafts are greedy, built without --sampling; at a temperature fewer of them are kept")
     text = Text(directory.path, directory.target.bos_token_id)
     prompts = prompt_texts(options)
     ids = [text.encode(prompt) for prompt in prompts]
-    params = SamplingParams(max_tokens=options.max_output_len)
+    verifier, costs = Verifier(METHODS[options.verification.rejection_sample_method]()), None
 
     def decoder(speculative: bool) -> Decoder:
         return Decoder.from_dir(
             options.engine_dir,
             communicator=communicator,
             speculative=speculative,
+            verifier=verifier,
             check_lockstep=options.check_lockstep,
+            device=options.device,
+            backend=options.backend,
+            request_counts=options.request_counts,
+            progress=progress,
         )
 
+    def profile_costs() -> CostTable:
+        nonlocal costs
+        costs = main_decoder.profile_costs()
+        console.print(cost_table(costs))
+        return costs
+
     main_decoder = decoder(options.speculative)
+    main_decoder.scheduler = make_scheduler(profile_costs)
     stream = Stream(console, text, prompts) if options.stream else None
-    completions, stats = main_decoder.generate(ids, params, stream)
+    with trace_scope(options.trace, communicator) if options.trace else nullcontext():
+        if options.trace:
+            main_decoder.trace(torch.profiler.record_function)
+        completions, stats = main_decoder.generate(ids, params, stream)
     check_ranks(completions, communicator)
     for prompt, completion in zip(prompts, completions, strict=True):
         if not stream:
-            console.print(f"\n> {prompt}\n{text.decode(completion.token_ids)}")
+            console.print(f"\n> {prompt}\n{completion.text}")
     console.print()
     if stats.proposed_per_position:
         console.print(acceptance_table(stats))
     console.print(summary_table(stats, len(prompts)))
+    if options.profile:
+        console.print(phase_table(stats))
 
-    status, report = 0, statistics(completions, stats, directory, communicator, options)
+    status, report = 0, statistics(completions, stats, directory, communicator, options, executor)
+    report |= {"device": device_name(place), "costs": costs and dataclasses.asdict(costs)}
     if options.compare_target_only:
-        plain, plain_stats = decoder(False).generate(ids, params)
+        plain_decoder = decoder(False)
+        plain, plain_stats = plain_decoder.generate(ids, params)
+        plain_decoder.close()
         difference = first_difference(completions, plain, text)
         report["identical_to_target_only"] = difference is None
         report["target_only"] = dataclasses.asdict(plain_stats)
@@ -122,6 +187,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator) -> i
         console.print(difference or "token ids are identical to target-only decoding")
     if options.run_profiling:
         report["profiling"] = profile(main_decoder, ids, params, console)
+    # Closing is a collective, so a rank that fails leaves it to the end of the job.
+    main_decoder.close()
     if communicator.rank == 0:
         if options.stats_json:
             options.stats_json.parent.mkdir(parents=True, exist_ok=True)
@@ -129,20 +196,6 @@ def run(options: Options, directory: EngineDir, communicator: Communicator) -> i
         if options.plot:
             plot_acceptance(stats, options.plot)
     return status
-
-
-def choose_executor(directory: EngineDir, backend: Literal["auto", "torch", "tensorrt"]) -> str:
-    """What runs the networks here and why, as half a sentence.
-
-    Raises:
-        TensorRTUnavailableError: TensorRT was asked for and can't run these plans.
-    """
-    if backend == "torch":
-        return "torch session on the CPU (--backend torch)"
-    reason = why_not_tensorrt(directory)
-    if backend == "tensorrt":
-        raise TensorRTUnavailableError(f"--backend tensorrt: {reason}. Leave the option out to use the torch session")
-    return f"torch session on the CPU ({reason})"
 
 
 def prompt_texts(options: Options) -> list[str]:
@@ -216,10 +269,33 @@ def summary_table(stats: Statistics, prompts: int) -> Table:
         "tokens a step": f"{stats.tokens_per_step:.2f}",
         "prefill": f"{stats.prefill_seconds:.2f} s",
         "target": f"{stats.target_seconds:.2f} s",
+        "verification": f"{stats.verify_seconds:.2f} s",
         "draft": f"{stats.draft_seconds:.2f} s",
         "together": f"{stats.total_seconds:.2f} s, {tokens / stats.total_seconds:.1f} tokens a second",
     }.items():
         table.add_row(name, str(value))
+    return table
+
+
+def phase_table(stats: Statistics) -> Table:
+    """Milliseconds of a step of the whole batch by phase."""
+    phases = {name: getattr(stats, f"{name}_seconds") for name in ("target", "verify", "draft")}
+    decoding = stats.total_seconds - stats.prefill_seconds
+    # On the device the gap is measured; elsewhere it is what no phase accounts for.
+    phases["host gap"] = stats.gap_seconds if stats.device_steps else decoding - sum(phases.values())
+    steps = max(stats.device_steps or stats.draft_calls or stats.target_calls, 1)
+    table = Table("phase", "ms a step", "share", title="a step")
+    for name, seconds in phases.items():
+        table.add_row(name, f"{1000 * seconds / steps:.3f}", f"{seconds / decoding:.0%}" if decoding else "")
+    return table
+
+
+def cost_table(costs: CostTable) -> Table:
+    """Milliseconds of steps by size; sizes between cost as much as the next larger."""
+    table = Table("size", "draft step of so many requests", "target step of so many rows", title="costs, ms")
+    for size in sorted({*costs.draft_seconds, *costs.verify_seconds}):
+        measured = [seconds.get(size) for seconds in (costs.draft_seconds, costs.verify_seconds)]
+        table.add_row(str(size), *("" if s is None else f"{1000 * s:.2f}" for s in measured))
     return table
 
 
@@ -229,6 +305,7 @@ def statistics(
     directory: EngineDir,
     communicator: Communicator,
     options: Options,
+    executor: Executor,
 ) -> dict[str, Any]:
     """What ``--stats-json`` writes."""
     return {
@@ -238,8 +315,9 @@ def statistics(
         "identical_to_target_only": None,
         "world_size": communicator.size,
         "speculative": options.speculative,
-        "max_output_len": options.max_output_len,
-        "executor": "torch",
+        "sampling": dataclasses.asdict(options.sampling),
+        "verification": dataclasses.asdict(options.verification),
+        "executor": executor.api.product if executor.api else "torch",
         "numerics": directory.build.numerics.value,
         "dtype": directory.build.dtype,
         "weights_hash": directory.weights_hash,

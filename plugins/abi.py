@@ -3,7 +3,7 @@
 Every operation has one C function ``int dspark_<op>(const dspark_<op>_params*, cudaStream_t)`` and a
 ``size_t dspark_<op>_workspace(const dspark_<op>_params*)``. Its parameter struct holds, in this order:
 the activation type, the number of symbols, pointers of the inputs and outputs in declaration order (null
-for inputs that these attributes don't have), the workspace, the sizes of the declaration's symbols in
+for those that these attributes don't have), the workspace, the sizes of the declaration's symbols in
 order of first appearance, and the attributes. This module makes the header that the kernels include, the
 ctypes struct that calls them, and the table that the TensorRT plugins in C++ work by, so that they can't
 disagree::
@@ -123,7 +123,7 @@ def header() -> str:
         name = c_name(op)
         lines += ["", "typedef struct {", "  int32_t activation;  // of T tensors", "  int32_t reserved;"]
         lines += [f"  const void* {s.name};  // {s}{_condition(s)}" for s in op.all_inputs]
-        lines += [f"  void* {s.name};  // {s}" for s in op.all_outputs]
+        lines += [f"  void* {s.name};  // {s}{_condition(s)}" for s in op.all_outputs]
         lines.append("  void* workspace;")
         lines += [f"  int64_t size_{symbol};" for symbol in symbols(op)]
         lines += [f"  {_FIELD_TYPES[str(f.type)][0]} {f.name};" for f in dataclasses.fields(op.attributes_type)]

@@ -70,11 +70,17 @@ def kernel_scope() -> Iterator[None]:
         KernelUnavailableError: there is no usable library.
     """
     load_library()
-    with executor_scope(_execute):
+    with executor_scope(execute):
         yield
 
 
-def _execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mapping[str, Any]) -> Any:
+def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mapping[str, Any]) -> Any:
+    """The outputs of one operation, enqueued on torch's current stream; an :data:`~.op.Executor`.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+        RuntimeError: the kernel refused the call.
+    """
     if not tensors[0].is_cuda or not has_kernel(op):
         return op.reference(attributes, *tensors)
     device, activation = tensors[0].device, bindings.get("T", torch.float32)

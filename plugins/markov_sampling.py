@@ -6,14 +6,19 @@ a pure function of (seed, position of the row, token id) and a salt, so it is th
 independent of the other requests, and disjoint from the noise that verification draws. Ties go to the
 lowest id; NaN counts as -inf; a row without any number gives token 0.
 
+With ``float64_noise`` the uniform has 32 bits instead of 23, its logarithms and the sum with the tempered
+logits are float64, and scores are compared after one rounding to 33 significant bits: the uniform's
+resolution, and what a kernel can pack into one word beside an id of 20 bits.
+
 ``features`` are the embeddings W1[prev_i] that slot i's bias came from, for the confidence head.
 ``corrected_logits`` are base + bias before the temperature: what verification needs as the draft's law.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +28,9 @@ from .op import Op, TensorSpec
 
 DRAFT_SALT = 0x2545F491
 """Added to a position's hash so that drafting and verifying never share a key."""
+FLOAT64_MAX_VOCAB = 2**20
+"""Tokens whose ids fit beside a score of 33 significant bits."""
+_SPLIT = 2.0**20 + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,10 @@ class Attributes:
     block_size: int
     sampling: bool
     """False: greedy, without the temperature and seed inputs."""
+    float64_noise: bool
+    """Of a sampling call: noise and comparison in float64."""
+    write_logits: bool
+    """Whether there is the output ``corrected_logits``."""
 
 
 class Sampler(Protocol):
@@ -60,8 +72,14 @@ class MarkovSampling(Op):
     all_outputs = (
         TensorSpec("draft_tokens", "int32", ("requests", "block_size")),
         TensorSpec("features", "T", ("requests", "block_size", "R")),
-        TensorSpec("corrected_logits", "float32", ("requests", "block_size", "V")),
+        TensorSpec("corrected_logits", "float32", ("requests", "block_size", "V"), when=("write_logits", 0)),
     )
+
+    def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
+        vocab = sizes["V"]
+        if attributes.float64_noise and isinstance(vocab, int) and vocab > FLOAT64_MAX_VOCAB:
+            return f"float64 noise takes up to {FLOAT64_MAX_VOCAB} tokens, V is {vocab}"
+        return ""
 
     def reference(
         self,
@@ -78,13 +96,14 @@ class MarkovSampling(Op):
             logits = base_logits[:, i] + matmul(feature, head)
             if attributes.sampling:
                 positions, temperature, seeds = keys
-                previous = first_argmax(noisy_scores(logits, temperature, seeds, positions + i, salt=DRAFT_SALT))
+                previous = draw(logits, temperature, seeds, positions + i, float64=attributes.float64_noise)
             else:
                 previous = first_argmax(logits)
             tokens.append(previous)
             features.append(feature)
             corrected.append(logits)
-        return torch.stack(tokens, 1), torch.stack(features, 1), torch.stack(corrected, 1)
+        stacked = torch.stack(tokens, 1), torch.stack(features, 1)
+        return (*stacked, torch.stack(corrected, 1)) if attributes.write_logits else stacked
 
     def onnx_body(self, attributes: Attributes, cast: str) -> str:
         text = """
@@ -96,7 +115,7 @@ class MarkovSampling(Op):
             token0 = Identity(anchor_ids)
         """
         if attributes.sampling:
-            text += _ONNX_SAMPLING_CONSTANTS
+            text += _ONNX_SAMPLING_CONSTANTS + (_ONNX_WIDE if attributes.float64_noise else _ONNX_NARROW)
         block = attributes.block_size
         for i in range(block):
             text += f"""
@@ -109,25 +128,23 @@ class MarkovSampling(Op):
             base{i} = Squeeze(base_slot{i}, one)
             logits{i} = Add(base{i}, bias{i})
             """
-            scores = f"logits{i}"
+            scores, worst = f"logits{i}", "minus_infinity"
             if attributes.sampling:
-                text += _onnx_gumbel(i)
-                scores = f"scores{i}"
+                text += _onnx_gumbel(i, wide=attributes.float64_noise)
+                scores, worst = f"scores{i}", "worst"
             text += f"""
             nan{i} = IsNaN({scores})
-            clean{i} = Where(nan{i}, minus_infinity, {scores})
+            clean{i} = Where(nan{i}, {worst}, {scores})
             best{i} = ArgMax<axis=-1, keepdims=0, select_last_index=0>(clean{i})
             token{i + 1} = Cast<to=6>(best{i})
             token_column{i} = Unsqueeze(token{i + 1}, one)
             feature_row{i} = Unsqueeze(feature{i}, one)
             logits_row{i} = Unsqueeze(logits{i}, one)
             """
-        for output, part in (
-            ("draft_tokens", "token_column"),
-            ("features", "feature_row"),
-            ("corrected_logits", "logits_row"),
-        ):
-            text += f"{output} = Concat<axis=1>({', '.join(f'{part}{i}' for i in range(block))})\n"
+        parts = {"draft_tokens": "token_column", "features": "feature_row", "corrected_logits": "logits_row"}
+        for output in self.outputs(attributes):
+            rows = ", ".join(f"{parts[output.name]}{i}" for i in range(block))
+            text += f"{output.name} = Concat<axis=1>({rows})\n"
         return text
 
 
@@ -158,13 +175,22 @@ def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
     return _mix(keys.unsqueeze(-1) ^ _mix(ids))
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, salt: int, ids: Tensor | None = None) -> Tensor:
-    """Standard Gumbel noise [n, V] float32, a pure function of (seed, position, salt, token id); arguments as
-    of :func:`noise_key`, and ``ids`` int64 where not all of the vocabulary is wanted."""
+def gumbel_noise(
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_size: int,
+    *,
+    salt: int,
+    ids: Tensor | None = None,
+    float64: bool = False,
+) -> Tensor:
+    """Standard Gumbel noise [n, V] float32 or float64, a pure function of (seed, position, salt, token id);
+    arguments as of :func:`noise_key`, and ``ids`` int64 where not all of the vocabulary is wanted."""
     if ids is None:
         ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
+    bits = noise_bits(noise_key(seeds, positions, salt), ids)
     # 23 bits, centred: float32 holds each of these exactly, and none is 1 (the largest of 24 bits would be).
-    uniform = ((noise_bits(noise_key(seeds, positions, salt), ids) >> 9).float() + 0.5) * 2.0**-23
+    uniform = (bits.double() + 0.5) * 2.0**-32 if float64 else ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
@@ -176,12 +202,33 @@ def noisy_scores(
     *,
     salt: int,
     ids: Tensor | None = None,
+    float64: bool = False,
 ) -> Tensor:
     """What the sampled token is the argmax of: tempered logits and noise [n, V], or at temperature 0 the logits;
-    ``ids`` are the columns' tokens where they are not the whole vocabulary."""
-    noise = gumbel_noise(seeds, positions, logits.shape[-1], salt=salt, ids=ids)
-    tempered = logits / temperature.clamp_min(1e-5).unsqueeze(-1) + noise
-    return torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
+    ``ids`` are the columns' tokens where they are not the whole vocabulary. ``float64`` also is the result's type."""
+    noise = gumbel_noise(seeds, positions, logits.shape[-1], salt=salt, ids=ids, float64=float64)
+    logits = logits.to(noise.dtype)
+    tempered = logits / temperature.clamp_min(1e-5).to(noise.dtype).unsqueeze(-1) + noise
+    scores = torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
+    if not float64:
+        return scores
+    # Dekker's split: the nearest number of 53 - 20 bits. It makes NaN of infinite scores, which stay as they are.
+    large = scores * _SPLIT
+    rounded = large - (large - scores)
+    return torch.where(rounded.isnan(), scores, rounded)
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    salt: int = DRAFT_SALT,
+    float64: bool = False,
+) -> Tensor:
+    """The operation's :class:`Sampler`: tokens [n] int32."""
+    return first_argmax(noisy_scores(logits, temperature, seeds, positions, salt=salt, float64=float64))
 
 
 _ONNX_SAMPLING_CONSTANTS = f"""
@@ -190,10 +237,7 @@ _ONNX_SAMPLING_CONSTANTS = f"""
             mul_b = Constant<value = int64 {{{0xC2B2AE35}}}>()
             div16 = Constant<value = int64 {{65536}}>()
             div13 = Constant<value = int64 {{8192}}>()
-            div9 = Constant<value = int64 {{512}}>()
             salt = Constant<value = int64 {{{DRAFT_SALT}}}>()
-            half = Constant<value = float {{0.5}}>()
-            unit = Constant<value = float {{{2.0**-23!r}}}>()
             coldest = Constant<value = float {{1e-5}}>()
             no_temperature = Constant<value = float {{0.0}}>()
             zero_scalar = Constant<value = int64 {{0}}>()
@@ -209,8 +253,26 @@ _ONNX_SAMPLING_CONSTANTS = f"""
             position64 = Cast<to=7>(positions)
             position_column = Unsqueeze(position64, one)
             temperature_column = Unsqueeze(temperature, one)
-            divisor = Max(temperature_column, coldest)
+            warm = Max(temperature_column, coldest)
             sampled = Greater(temperature_column, no_temperature)
+"""
+_ONNX_NARROW = f"""
+            spare = Constant<value = int64 {{512}}>()
+            half = Constant<value = float {{0.5}}>()
+            unit = Constant<value = float {{{2.0**-23!r}}}>()
+            worst = Identity(minus_infinity)
+            divisor = Identity(warm)
+"""
+_ONNX_WIDE = f"""
+            spare = Constant<value = int64 {{1}}>()
+            half_narrow = Constant<value = float {{0.5}}>()
+            half = Cast<to=11>(half_narrow)
+            unit_narrow = Constant<value = float {{{2.0**-32!r}}}>()
+            unit = Cast<to=11>(unit_narrow)
+            split_narrow = Constant<value = float {{{_SPLIT!r}}}>()
+            split = Cast<to=11>(split_narrow)
+            worst = Cast<to=11>(minus_infinity)
+            divisor = Cast<to=11>(warm)
 """
 
 
@@ -229,8 +291,9 @@ def _onnx_mix(x: str, out: str) -> str:
     """
 
 
-def _onnx_gumbel(i: int) -> str:
-    return f"""
+def _onnx_gumbel(i: int, *, wide: bool) -> str:
+    kind, scores = (11, "exact") if wide else (1, "scores")
+    text = f"""
             offset{i} = Constant<value = int64 {{{i}}}>()
             row_position{i} = Add(position_column, offset{i})
             salted{i} = Add(row_position{i}, salt)
@@ -243,18 +306,29 @@ def _onnx_gumbel(i: int) -> str:
             {_onnx_mix("ids", f"id_hash{i}")}
             joined{i} = BitwiseXor(key{i}, id_hash{i})
             {_onnx_mix(f"joined{i}", f"bits{i}")}
-            top{i} = Div(bits{i}, div9)
-            top_float{i} = Cast<to=1>(top{i})
+            top{i} = Div(bits{i}, spare)
+            top_float{i} = Cast<to={kind}>(top{i})
             centred{i} = Add(top_float{i}, half)
             uniform{i} = Mul(centred{i}, unit)
             log{i} = Log(uniform{i})
             minus_log{i} = Neg(log{i})
             loglog{i} = Log(minus_log{i})
             noise{i} = Neg(loglog{i})
-            tempered{i} = Div(logits{i}, divisor)
+            exact_logits{i} = Cast<to={kind}>(logits{i})
+            tempered{i} = Div(exact_logits{i}, divisor)
             noisy{i} = Add(tempered{i}, noise{i})
-            scores{i} = Where(sampled, noisy{i}, logits{i})
+            {scores}{i} = Where(sampled, noisy{i}, exact_logits{i})
     """
+    if wide:
+        # What the rounding makes NaN was infinite or NaN, and stays as it is.
+        text += f"""
+            large{i} = Mul(exact{i}, split)
+            excess{i} = Sub(large{i}, exact{i})
+            rounded{i} = Sub(large{i}, excess{i})
+            broken{i} = IsNaN(rounded{i})
+            scores{i} = Where(broken{i}, exact{i}, rounded{i})
+        """
+    return text
 
 
 MARKOV_SAMPLING = MarkovSampling()

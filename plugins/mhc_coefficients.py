@@ -4,6 +4,11 @@ The four streams of a row are flattened, their RMS statistic and 24 projections 
 projections become ``pre`` (sigmoid + eps, collapses the streams), ``post`` (2 * sigmoid, spreads the
 sublayer's output) and ``comb`` (source x target, made nearly doubly stochastic by Sinkhorn rounds that
 end on the columns).
+
+The first sublayer of a network is a shortcut (spec 3.4): embedded rows enter it as four equal streams, so
+projecting all four with fn is projecting one with the sum of fn's four parts, and the mean square of one is that of
+all. A call that passes this sum (:func:`sum_over_streams`, [24, H]) in place of fn [24, 4H] states that the streams
+are equal: only the first is read.
 """
 
 from __future__ import annotations
@@ -44,8 +49,10 @@ class MhcCoefficients(Op):
     )
 
     def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
-        wanted = 4 * sizes["H"]
-        return "" if sizes["K"] == wanted else f"fn has {sizes['K']} columns, expected {wanted}: four streams"
+        columns, one = sizes["K"], sizes["H"]
+        if columns in (4 * one, one):
+            return ""
+        return f"fn has {columns} columns, expected {4 * one}, or {one} where the four streams are equal"
 
     def reference(
         self, attributes: Attributes, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor
@@ -65,11 +72,15 @@ class MhcCoefficients(Op):
     def onnx_body(self, attributes: Attributes, cast: str) -> str:
         # Sinkhorn sums are products with ones: TensorRT-RTX takes exponential time on k / ReduceSum(k).
         text = f"""
+            last = Constant<value = int64[1] {{1}}>()
             flat_shape = Constant<value = int64[2] {{0, -1}}>()
             float_streams = Cast<to=1>(streams)
-            flat = Reshape(float_streams, flat_shape)
+            all_flat = Reshape(float_streams, flat_shape)
+            zero = Constant<value = int64[1] {{0}}>()
+            fn_shape = Shape(fn)
+            columns = Gather(fn_shape, last)
+            flat = Slice(all_flat, zero, columns, last)
             square = Mul(flat, flat)
-            last = Constant<value = int64[1] {{1}}>()
             mean = ReduceMean<keepdims=1>(square, last)
             rms_eps = Constant<value = float {{{attributes.rms_eps!r}}}>()
             shifted = Add(mean, rms_eps)
@@ -114,12 +125,20 @@ class MhcCoefficients(Op):
 
 
 def project_streams(streams: Tensor, fn: Tensor, rms_eps: float) -> Tensor:
-    """``(fn . u) * rsqrt(mean(u^2) + eps)`` of the flattened streams u, [rows, fn rows] float32."""
+    """``(fn . u) * rsqrt(mean(u^2) + eps)``, [rows, fn rows] float32; u are the flattened streams, or the first of
+    them if fn [.., H] is summed over equal ones."""
+    if fn.shape[1] == streams.shape[2]:
+        streams = streams[:, :1]
     flat = streams.float().flatten(1)
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
     if streams.dtype == torch.float32 or streams.device.type != "cpu":
         return torch.matmul(flat, fn.t()) * inverse_rms
     return torch.matmul(flat.double(), fn.double().t()).float() * inverse_rms
+
+
+def sum_over_streams(fn: Tensor) -> Tensor:
+    """The sum of fn's parts [.., 4H] for the four streams, [.., H] float32, rounded once."""
+    return fn.double().unflatten(-1, (4, -1)).sum(-2).float()
 
 
 MHC_COEFFICIENTS = MhcCoefficients()

@@ -37,6 +37,10 @@ def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in float32; x [..., K], weight [N, K] or batched like x."""
+    if x.is_cuda and weight.dim() == 2 and x.dtype == weight.dtype and x.dtype != torch.float32:
+        # Without float32 copies of both, which for a vocabulary's head are gigabytes.
+        product = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+        return product.unflatten(0, x.shape[:-1])
     wide = x.device.type == "cpu" and x.dtype != torch.float32 and not torch.onnx.is_in_onnx_export()
     dtype = torch.float64 if wide else torch.float32
     return torch.matmul(x.to(dtype), weight.to(dtype).transpose(-1, -2)).float()

@@ -59,7 +59,7 @@ class TensorSpec:
     dtype: str
     dims: tuple[str | int, ...]
     when: tuple[str, int] | None = None
-    """Of an input that is there only where this attribute exceeds this number."""
+    """Of a tensor that is there only where this attribute exceeds this number."""
     alias: str | None = None
     """Of an output: the input whose memory it shares."""
     addresses: bool = False
@@ -90,6 +90,11 @@ def _with_sizes(spec: TensorSpec, attributes: Any) -> TensorSpec:
     return dataclasses.replace(spec, dims=tuple(size(dim) for dim in spec.dims))
 
 
+def _there(specs: Sequence[TensorSpec], attributes: Any) -> tuple[TensorSpec, ...]:
+    present = (s for s in specs if s.when is None or getattr(attributes, s.when[0]) > s.when[1])
+    return tuple(_with_sizes(spec, attributes) for spec in present)
+
+
 class Op(ABC):
     """An operation: declaration, reference and standard-ONNX body. Subclasses hold no state."""
 
@@ -99,7 +104,7 @@ class Op(ABC):
     all_inputs: ClassVar[tuple[TensorSpec, ...]]
     """The inputs, in order; those that some attributes rule out come last."""
     all_outputs: ClassVar[tuple[TensorSpec, ...]]
-    """The outputs, in order; their symbols all occur in the inputs."""
+    """The outputs, in order, likewise; their symbols all occur in the inputs."""
 
     @abstractmethod
     def reference(self, attributes: Any, *tensors: Any, **_: Any) -> Any:
@@ -111,17 +116,16 @@ class Op(ABC):
 
     def inputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
         """The inputs that there are with these attributes, dimensions that depend on them as integers."""
-        there = (s for s in self.all_inputs if s.when is None or getattr(attributes, s.when[0]) > s.when[1])
-        return tuple(_with_sizes(spec, attributes) for spec in there)
+        return _there(self.all_inputs, attributes)
 
     def outputs(self, attributes: Any) -> tuple[TensorSpec, ...]:
-        """The outputs, dimensions that depend on the attributes as integers."""
-        return tuple(_with_sizes(spec, attributes) for spec in self.all_outputs)
+        """The outputs that there are with these attributes, likewise."""
+        return _there(self.all_outputs, attributes)
 
     def aliases(self, attributes: Any) -> dict[int, int]:
         """Output index -> index of the input whose memory it shares."""
         names = [spec.name for spec in self.inputs(attributes)]
-        return {i: names.index(spec.alias) for i, spec in enumerate(self.all_outputs) if spec.alias}
+        return {i: names.index(spec.alias) for i, spec in enumerate(self.outputs(attributes)) if spec.alias}
 
     def size_problem(self, attributes: Any, sizes: Mapping[str, Any]) -> str:
         """What is wrong with sizes (symbol -> size) that no shared symbol ties together; "" if nothing is."""

@@ -23,7 +23,7 @@ from .quantized_linear import onnx_decode
 @dataclass(frozen=True, kw_only=True)
 class Attributes:
     group: int
-    """Channels of an activation row that share a scale; the same as in the dense layers."""
+    """Channels of an activation row that share a scale, 32 or 128 for the kernel; the same as in the dense layers."""
     hidden_size: int
     intermediate_size: int
     """Of this rank."""

@@ -1,31 +1,28 @@
 """The one module that imports TensorRT, and what the rest of the package needs from it.
 
 Two products serve: enterprise TensorRT (module ``tensorrt``) and TensorRT-RTX (``tensorrt_rtx``). They
-share most of their API; :class:`TensorRT` hides the differences that touch us.
-
-TensorRT-RTX and plugins: at the first plugin node its ONNX parser opens the unversioned
-``libtensorrt_rtx.so``, which the wheels don't ship, and ends the process when it fails. A library that
-is already loaded under that SONAME satisfies the loader, so before a parse one is loaded if need be: a
-few hundred bytes of ELF without code, whose SONAME is the missing name and whose only dependency is the
-versioned library. It is written here, in memory, because neither a compiler nor a writable site-packages
-can be taken for granted, and because (unlike a directory on LD_LIBRARY_PATH) it works in a process that
-has already started, in whatever order the libraries were imported.
+share most of their API; :class:`TensorRT` hides the differences that touch us, with :mod:`.rtx` for what only
+TensorRT-RTX needs and :mod:`.tensorrt8` for the last major of enterprise TensorRT before IPluginV3 and strongly
+typed networks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
-import struct
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+
+from .profiles import Profile
+from .rtx import RuntimeCache, unversioned_library_problem
+from .tensorrt8 import configure as configure_tensorrt8
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +30,14 @@ PRODUCTS = ("tensorrt", "tensorrt_rtx")
 RTX_COMPUTE_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
 """What a TensorRT-RTX plan is built for unless told otherwise; naming them needs no GPU."""
 
-Shape = tuple[int, ...]
-Profile = Mapping[str, tuple[Shape, Shape, Shape]]
-"""Input name -> (smallest, optimal, largest) shape."""
+DTYPE_NAMES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT32": "int32",
+    "INT8": "int8",
+}
+"""TensorRT's names of types -> torch's."""
 
 
 class TensorRTUnavailableError(RuntimeError):
@@ -61,6 +63,8 @@ class EngineOptions:
     """Where to write the timing cache (enterprise TensorRT)."""
     compute_capabilities: tuple[str, ...] = ()
     """GPUs the engines are for, such as 8.9 (TensorRT-RTX; enterprise TensorRT builds for the GPU it runs on)."""
+    onnx_opset: Literal[17, 19] | None = None
+    """What the parser is given: 17 is lowered for TensorRT 8, and what that gets when this is left out."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class TensorRT:
     def is_rtx(self) -> bool:
         return self.product == "tensorrt_rtx"
 
+    @property
+    def is_8(self) -> bool:
+        """Whether this is TensorRT 8: plugins are IPluginV2, networks weakly typed, models of opset 17."""
+        return not self.is_rtx and int(self.version.split(".")[0]) <= 8
+
     @contextmanager
     def messages(self) -> Iterator[None]:
         """Forget TensorRT's error messages after the block; those of a block that succeeds become warnings."""
@@ -90,6 +99,16 @@ class TensorRT:
                 logger.warning("%s: %s", self.product, message)
         finally:
             self.log.errors.clear()
+
+    @contextmanager
+    def errors_of(self, prefix: str) -> Iterator[list[str]]:
+        """Collect the error messages of the block that start with ``prefix``."""
+        found: list[str] = []
+        self.log.watched[prefix] = found
+        try:
+            yield found
+        finally:
+            del self.log.watched[prefix]
 
     def error_text(self) -> str:
         """The error messages of the open :meth:`messages` block, one a line."""
@@ -132,8 +151,8 @@ class TensorRT:
         Raises:
             EngineBuildError: with every message of the parser.
         """
-        if self.is_rtx:
-            _provide_unversioned_library(self)
+        if self.is_rtx and (problem := unversioned_library_problem(self.version)):
+            raise TensorRTUnavailableError(problem)
         with self.messages():
             builder = self.module.Builder(self.log)
             flags = self.module.NetworkDefinitionCreationFlag
@@ -144,7 +163,7 @@ class TensorRT:
                 found = [parser.get_error(i) for i in range(parser.num_errors)]
                 # "false" is what a check without a text of its own says: the operator is unknown.
                 texts = {"false": "TensorRT does not have this operator"}
-                lines = [f"{e.node_operator()} {e.node_name()}: {texts.get(e.desc(), e.desc())}" for e in found]
+                lines = [f"{_node_of(e, model)}: {texts.get(e.desc(), e.desc())}" for e in found]
                 lines = list(dict.fromkeys(lines)) or [self.error_text()]
                 raise EngineBuildError("\n".join([f"{self} can't parse {path}:", *lines]))
         return ParsedNetwork(self, builder, network, parser)
@@ -162,6 +181,20 @@ class TensorRT:
                 raise EngineLoadError(f"{self} can't load this plan of {len(plan)} bytes:\n{self.error_text()}")
         return engine
 
+    def runtime_cache(self, engine: Any, path: Path) -> RuntimeCache | None:
+        """The cache of kernels compiled at run time, kept in ``path``; only TensorRT-RTX compiles any."""
+        return RuntimeCache(self.module, engine, path) if self.is_rtx else None
+
+    def context_bytes(self, engine: Any) -> int:
+        """Bytes of device memory that an execution context of ``engine`` takes."""
+        first = getattr(engine, "device_memory_size", 0)  # until version 10
+        return int(getattr(engine, "device_memory_size_v2", first))
+
+    def creators(self) -> list[Any]:
+        """All registered plugin creators."""
+        registry = self.module.get_plugin_registry()
+        return list(registry.plugin_creator_list if self.is_8 else registry.all_creators)
+
 
 @dataclass(frozen=True)
 class ParsedNetwork:
@@ -177,7 +210,10 @@ class ParsedNetwork:
         counts: Counter[str] = Counter()
         for i in range(self.network.num_layers):
             layer = self.network.get_layer(i)
-            if layer.type.name == "PLUGIN_V3":
+            if layer.type.name == "PLUGIN_V2":
+                layer.__class__ = self.api.module.IPluginV2Layer
+                counts[layer.plugin.plugin_type] += 1
+            elif layer.type.name == "PLUGIN_V3":
                 layer.__class__ = self.api.module.IPluginV3Layer
                 # Through the core interface: plugins of a C++ library show their name nowhere else.
                 core = layer.plugin.get_capability_interface(self.api.module.PluginCapabilityType.CORE)
@@ -196,6 +232,10 @@ class ParsedNetwork:
             config.profiling_verbosity = getattr(module.ProfilingVerbosity, options.profiling_verbosity.upper())
             if preview := getattr(getattr(module, "PreviewFeature", None), "ALIASED_PLUGIN_IO_10_03", None):
                 config.set_preview_feature(preview, True)
+            if flag := getattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
+                config.set_flag(flag)  # or TensorRT-RTX's engines can't be captured
+            if api.is_8:
+                configure_tensorrt8(module, self.network, config)
             self._set_target(config, options)
             inputs = [self.network.get_input(i) for i in range(self.network.num_inputs)]
             dynamic = {tensor.name for tensor in inputs if -1 in tuple(tensor.shape)}
@@ -235,11 +275,23 @@ class ParsedNetwork:
 def probe(product: str) -> TensorRT | str:
     """The product if its module imports, else the reason why not in a few words."""
     try:
-        module = importlib.import_module(product)
+        with _lazy_symbols():
+            module = importlib.import_module(product)
         version = str(module.__version__)
         return TensorRT(module, product, version, _make_log(module))
     except Exception as error:  # an ImportError, or whatever a half-installed wheel raises
         return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@contextmanager
+def _lazy_symbols() -> Iterator[None]:
+    """Import with symbols looked up when called: TensorRT 8 asks for cuBLAS and cuDNN, and may never use them."""
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)
+    try:
+        yield
+    finally:
+        sys.setdlopenflags(flags)
 
 
 def load(product: str | None = None) -> TensorRT:
@@ -274,6 +326,17 @@ def gpu_compute_capabilities() -> list[str]:
     return [f"{major}.{minor}" for major, minor in found]
 
 
+def _node_of(error: Any, model: bytes) -> str:
+    """Operator and name of the node that a parser's error is about; TensorRT 8 gives its index."""
+    if hasattr(error, "node_operator"):
+        return f"{error.node_operator()} {error.node_name()}"
+    import onnx
+
+    nodes = onnx.load_model_from_string(model).graph.node
+    known = 0 <= error.node() < len(nodes)
+    return f"{nodes[error.node()].op_type} {nodes[error.node()].name}" if known else f"node {error.node()}"
+
+
 def _make_log(module: Any) -> Any:
     """A TensorRT logger that keeps errors for the exception's text and forwards the rest to ``logging``."""
 
@@ -281,61 +344,13 @@ def _make_log(module: Any) -> Any:
         def __init__(self) -> None:
             module.ILogger.__init__(self)
             self.errors: list[str] = []
+            self.watched: dict[str, list[str]] = {}
 
         def log(self, severity: Any, message: str) -> None:
             if severity.name in ("ERROR", "INTERNAL_ERROR"):
                 self.errors.append(message)
+                for prefix, found in self.watched.items():
+                    found += [message] if message.startswith(prefix) else []
             logger.debug("%s: %s", severity.name, message)
 
     return Log()
-
-
-def _provide_unversioned_library(api: TensorRT) -> None:
-    """Make ``libtensorrt_rtx.so`` loadable; see the module's opening paragraph."""
-    name, versioned = "libtensorrt_rtx.so", f"libtensorrt_rtx.so.{api.version.split('.')[0]}"
-    try:
-        try:
-            found = ctypes.CDLL(name)
-        except OSError:
-            memory = os.memfd_create(name)
-            try:
-                os.write(memory, _alias_library(name, versioned))
-                ctypes.CDLL(f"/proc/self/fd/{memory}")
-            finally:
-                os.close(memory)
-            found = ctypes.CDLL(name)
-        wanted = ctypes.CDLL(versioned)
-        addresses = {ctypes.cast(lib.getInferLibVersion, ctypes.c_void_p).value for lib in (found, wanted)}
-        problem = f"{name} is another library than the {versioned} that Python uses" if len(addresses) > 1 else None
-    except (OSError, AttributeError) as error:
-        problem = f"{name} can't be loaded ({error})"
-    if problem:
-        raise TensorRTUnavailableError(
-            f"{problem}, and the ONNX parser of {api} would end this process at the first plugin node. Either put a "
-            f"directory with a link {name} -> {versioned} on LD_LIBRARY_PATH before Python starts, or preload a shared "
-            f"object with SONAME {name} that is linked (--no-as-needed) to {versioned}"
-        )
-
-
-def _alias_library(soname: str, needed: str) -> bytes:
-    """An ELF shared object without code: ``soname``, depending on ``needed``, for this machine."""
-    with Path("/proc/self/exe").open("rb") as file:
-        ident, _, machine = struct.unpack("<16sHH", file.read(20))
-    header_bytes, segment_bytes, segments = 64, 56, 3
-    symbols = header_bytes + segments * segment_bytes
-    strings = symbols + 24  # after one empty symbol
-    names = b"\0" + soname.encode() + b"\0" + needed.encode() + b"\0"
-    names = names.ljust(-(-len(names) // 8) * 8, b"\0")
-    dynamic = strings + len(names)
-    # DT_SONAME, DT_NEEDED, DT_STRTAB, DT_STRSZ, DT_SYMTAB, DT_SYMENT, DT_NULL
-    entries = ((14, 1), (1, 2 + len(soname)), (5, strings), (10, len(names)), (6, symbols), (11, 24), (0, 0))
-    table = b"".join(struct.pack("<QQ", *entry) for entry in entries)
-    total = dynamic + len(table)
-
-    def segment(kind: int, offset: int, size: int, align: int) -> bytes:
-        return struct.pack("<IIQQQQQQ", kind, 6, offset, offset, offset, size, size, align)  # 6: readable, writable
-
-    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 3, machine, 1, 0, header_bytes, 0, 0, 64, 56, segments, 64, 0, 0)
-    # PT_LOAD, PT_DYNAMIC, and PT_GNU_STACK, without which the loader asks for an executable stack.
-    load = segment(1, 0, total, 0x10000) + segment(2, dynamic, len(table), 8) + segment(0x6474E551, 0, 0, 16)
-    return (header + load).ljust(strings, b"\0") + names + table

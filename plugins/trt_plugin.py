@@ -24,20 +24,13 @@ from typing import Any
 import numpy as np
 
 from .kernels import has_kernel, launch, workspace_bytes
-from .library import PLUGIN_ABI, describe_library, find_library
+from .library import PLUGIN_ABI, describe_library, find_library, load_trt_plugins
 from .op import DOMAIN, Op, OpError, decode_attributes, encode_attributes, is_dynamic
-from .tensorrt_api import EngineBuildError, EngineLoadError, TensorRT
+from .tensorrt_api import DTYPE_NAMES, EngineBuildError, EngineLoadError, TensorRT
 
 logger = logging.getLogger(__name__)
 
 ABI_FIELD = "plugin_abi"
-_DTYPE_NAMES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "INT32": "int32",
-    "INT8": "int8",
-}
 _ACTIVATIONS = ("float32", "float16", "bfloat16")
 
 
@@ -99,8 +92,7 @@ def require_creators(api: TensorRT, wanted: Mapping[str, int]) -> None:
 
     TensorRT itself would name one of them, and none of the reasons.
     """
-    registered = api.module.get_plugin_registry().all_creators
-    there = {(c.name, c.plugin_version) for c in registered if c.plugin_namespace == DOMAIN}
+    there = {(c.name, c.plugin_version) for c in api.creators() if c.plugin_namespace == DOMAIN}
     if absent := [name for name, version in wanted.items() if (name, str(version)) not in there]:
         triples = ", ".join(f"{name} version {wanted[name]} namespace {DOMAIN}" for name in absent)
         found = ", ".join(f"{name} version {version}" for name, version in sorted(there))
@@ -114,11 +106,20 @@ def require_creators(api: TensorRT, wanted: Mapping[str, int]) -> None:
 def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFailures]:
     """Register a creator an operation for the time of the block, and collect what its plugins report.
 
+    For TensorRT 8, which can't have plugins in Python, the library of plugins in C++ is loaded instead, and stays.
+
     Raises:
-        EngineBuildError: this TensorRT has no IPluginV3, or a creator of that name is there already.
+        EngineBuildError: a creator of that name is there already.
+        KernelUnavailableError: TensorRT 8, and no library of plugins for it.
+        EngineLoadError: TensorRT 8, and that library lacks an operation.
     """
-    if not hasattr(api.module, "IPluginCreatorV3One"):  # TensorRT 8
-        raise EngineBuildError(f"{api} has no IPluginV3; use the native lowering, or the library's adapter for it")
+    if api.is_8:
+        load_trt_plugins(8)
+        require_creators(api, {op.name: op.version for op in ops})
+        # The library's plugins can only log; of some of their faults TensorRT 8 never hears.
+        with api.errors_of(f"{DOMAIN}.") as errors:
+            yield PluginFailures(errors)
+        return
     registry, failures = api.module.get_plugin_registry(), PluginFailures()
     _, creator_class = _plugin_classes(api)
     creators = []
@@ -156,12 +157,12 @@ def _plugin_classes(api: TensorRT) -> tuple[type, type]:
     """The plugin and the creator class; made on demand because they derive from TensorRT's."""
     trt: Any = api.module
     field_types = {int: trt.PluginFieldType.INT32, float: trt.PluginFieldType.FLOAT32, str: trt.PluginFieldType.CHAR}
-    dtypes = {value: getattr(trt.DataType, name) for name, value in _DTYPE_NAMES.items()}
+    dtypes = {value: getattr(trt.DataType, name) for name, value in DTYPE_NAMES.items()}
     build_base = getattr(trt, "IPluginV3OneBuildV2", trt.IPluginV3OneBuild)
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, build_base, trt.IPluginV3OneRuntime)
 
     def describe(desc: Any) -> TensorDesc:
-        dtype = _DTYPE_NAMES.get(desc.type.name, desc.type.name.lower())
+        dtype = DTYPE_NAMES.get(desc.type.name, desc.type.name.lower())
         return TensorDesc(dtype, tuple(desc.dims), desc.format == trt.TensorFormat.LINEAR)
 
     class OpPlugin(*bases):  # type: ignore[misc]
@@ -189,7 +190,7 @@ def _plugin_classes(api: TensorRT) -> tuple[type, type]:
 
         @_noting
         def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-            names = [_DTYPE_NAMES.get(t.name, t.name.lower()) for t in input_types]
+            names = [DTYPE_NAMES.get(t.name, t.name.lower()) for t in input_types]
             if len(names) != len(self.specs):
                 raise OpError(f"{len(names)} inputs, expected {', '.join(map(str, self.specs))}")
             activation = next((n for n, s in zip(names, self.specs, strict=True) if s.dtype == "T"), "float32")

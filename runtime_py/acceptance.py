@@ -8,6 +8,7 @@ A scheduler has one of the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-TEMPERATURES = torch.logspace(-3, 3, 49, base=2, dtype=torch.float64)
+TEMPERATURES = torch.tensor([2 ** (i / 8) for i in sorted(range(-24, 25), key=abs)], dtype=torch.float64)
+"""From 1 outwards, so that of equally good ones the mildest is taken."""
 LOGIT_LIMIT = 8.0
 BINS = 16
+
+
+class ScheduleError(ValueError):
+    """What a schedule is to go by is out of range, or does not fit the draft."""
 
 
 class Acceptance(Protocol):
@@ -36,9 +42,20 @@ class HeadAcceptance:
 
     temperatures: Sequence[float] = ()
 
+    def __post_init__(self) -> None:
+        if wrong := [t for t in self.temperatures if not 0 < t < math.inf]:
+            raise ScheduleError(
+                f"confidence temperatures {wrong}, expected numbers above 0; 1 leaves a position as it is"
+            )
+
     def probabilities(self, confidence: Tensor) -> Tensor:
         logits = confidence.double()
         if self.temperatures:
+            if len(self.temperatures) != logits.shape[1]:
+                raise ScheduleError(
+                    f"{len(self.temperatures)} confidence temperatures for a block of {logits.shape[1]} drafts; "
+                    "give one for each position, or none"
+                )
             logits = _limited(logits) / torch.tensor(self.temperatures, dtype=torch.float64)
         return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).sigmoid()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -61,6 +62,10 @@ class SingleProcess:
         pass
 
     def abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(code)  # sys.exit would end no more than the thread
         sys.exit(code)
 
 

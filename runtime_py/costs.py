@@ -76,7 +76,8 @@ def _sizes(largest: int) -> list[int]:
 class IdleSteps:
     """Steps of a session on zeros that change nothing: rows that could enter a cache have no slot.
 
-    A size is a number of rows, or with ``rows_per_request`` of requests that have as many rows each.
+    They run where the caches are, and a call returns when its step has ended. A size is a number of rows, or with
+    ``rows_per_request`` of requests that have as many rows each.
     """
 
     session: Session
@@ -86,9 +87,12 @@ class IdleSteps:
     def __call__(self, size: int) -> None:
         sizes = {"R": size, "T": size * self.rows_per_request}
         inputs = dict(self.caches)
+        device = next((cache.device for cache in self.caches.values()), torch.device("cpu"))
         for info in self.session.io.inputs:
             if info.name not in inputs and info.name != "mailbox":
                 value = -1 if info.name.endswith("slots") and info.shape == ("T",) else 0
                 shape = [sizes[d] if isinstance(d, str) else d for d in info.shape]
-                inputs[info.name] = torch.full(shape, value, dtype=info.dtype)
+                inputs[info.name] = torch.full(shape, value, dtype=info.dtype, device=device)
         self.session.run(inputs, make_outputs(self.session, inputs, self.caches))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

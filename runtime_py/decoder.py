@@ -1,46 +1,69 @@
-"""The decode loop: target step, verification, draft step, for all requests together.
+"""Decodes prompts speculatively: admission, prefill, steps, delivery.
 
 A request enters by prefill: its prompt goes through the target in chunks of at most one window, the
 last row's choice becomes its anchor, and the captured features of the last window wait for the draft.
-From then on each step runs the target over [anchor, d1 .. dn] of every request, keeps the prefix of drafts
-that verification accepts plus a token of the target's own (the new anchor), and runs the draft: the
-features of the accepted rows enter its rings, rejected rows are left out, and a new block is drafted
-behind the new anchor. Rejected rows need no rollback: the target's ring is longer than
-its window by more than a step, and the draft's ring only ever receives accepted rows.
+From then on each step runs the target over the anchor and drafts of every request, keeps what verification
+accepts plus a token of the target's own, and drafts a new block behind it.
 
-Every rank runs this loop on the same numbers and with the same keyed noise, and takes the same decisions.
-Where ranks are not quite alike, rank 0's decisions count: what was drafted, how much of it is verified and
-what is emitted is what it says, so that no rank leaves the others waiting in a collective.
+There are two ways to run steps, with the same result. Where nothing needs the host, whole steps run on the
+device, from CUDA graphs if it is a GPU (:mod:`.interleaving`). Everything else, such as penalties or a
+schedule of the verified lengths, is decided by the host (:mod:`.host_step`). A batch may change from one to
+the other between two steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..builder.config import DraftConfig, TargetConfig
-from ..builder.engine import BuildConfig, Kind
-from ..builder.engine_dir import WEIGHTS, EngineDir
-from ..builder.network import load_network
-from .communicator import Communicator, connect
+from ..builder.engine import BuildConfig
+from .communicator import Communicator
 from .costs import CostTable, IdleSteps
-from .keyed_noise import seed_words, step_seeds
-from .mapping import Mapping
+from .host_step import Deliver, HostStep, Span, compare_ranks
+from .interleaving import Interleaver, request_counts, why_not
 from .requests import Completion, Request, RequestError, SamplingParams, Statistics
 from .scheduling import FullLength, Scheduler
-from .session import Session, TorchSession, make_caches, make_outputs
+from .session import Session
+from .slots import SlotState
 from .verification import Verifier
+from .watchdog import Progress
 
 Detokenize = Callable[[Sequence[int]], str]
 OnTokens = Callable[[int, list[int]], None]
 """Called with a prompt's index and its new tokens, in order, as they are accepted."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where sessions run, and what their steps share there."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    stream: torch.cuda.Stream | None = None
+    """Everything is enqueued on it; None on a CPU."""
+    steps: Literal["auto", "device", "host"] = "auto"
+    """Who decides steps that do not need the host; auto is the device on a GPU and the host on a CPU."""
+    request_counts: Sequence[int] | None = None
+    """Request counts whose steps are captured; None for powers of two up to the largest batch."""
+    fault: Tensor | None = None
+    """The mailbox's fault, int32 [1] on the device."""
+    on_fault: Callable[[], None] = lambda: None
+    """Raises when the fault is set."""
+    max_rows: int | None = None
+    """Rows of a call that the sessions take, where that is less than what the engines were built for."""
+    progress: Progress = field(default_factory=Progress)
+    """Is told what the decoder does; a :class:`~.watchdog.Watchdog` ends the job when that takes too long."""
+    close: Callable[[], None] = lambda: None
+    """Gives back what was opened for the sessions; every rank calls it."""
 
 
 class Decoder:
@@ -65,60 +88,72 @@ class Decoder:
         scheduler: Scheduler | None = None,
         detokenize: Detokenize | None = None,
         check_lockstep: bool = False,
+        execution: Execution | None = None,
     ):
-        self._target, self._draft = target, draft
         self.scheduler: Scheduler = scheduler or FullLength()
         self._verifier, self._detokenize = verifier or Verifier(), detokenize
-        self._target_config, self._draft_config = target_config, draft_config
-        self._build, self._communicator, self._check_lockstep = build, communicator, check_lockstep
-        self._drafted = draft_config.block_size if draft else 0
-        self._target_rings = make_caches(target)
-        self._draft_rings = make_caches(draft) if draft else {}
-        # Pre-temperature logits of the last drafts, by slot, so that a request keeps its rows wherever it stands
-        # in a batch; only sampled requests write theirs. A draft without that output drafts greedily.
-        logits = [o for o in draft.io.outputs if o.name == "draft_logits"] if draft else []
-        shape = (build.max_batch_size, self._drafted, target_config.vocab_size)
-        self._draft_logits = torch.empty(shape) if logits else None
+        self._target_config, self._build, self._communicator = target_config, build, communicator
+        self._check_lockstep, self._execution = check_lockstep, execution or Execution()
+        self._host = HostStep(
+            target,
+            draft,
+            context_window=draft_config.sliding_window,
+            target_window=target_config.sliding_window,
+            max_rows=min(build.max_input_len, self._execution.max_rows or build.max_input_len),
+            slots=build.max_batch_size,
+            communicator=communicator,
+            verifier=self._verifier,
+            device=self._execution.device,
+            check_lockstep=check_lockstep,
+            progress=self._execution.progress,
+        )
+        self._drafted = self._host.drafts
+        # Requests whose anchor and drafts the device has.
+        self._on_device: set[Request] = set()
+        self.interleaver: Interleaver | None = None
+        steps = self._execution.steps
+        if draft and (steps == "device" or (steps == "auto" and self._execution.stream)):
+            counts = self._execution.request_counts
+            state = SlotState(build.max_batch_size, self._drafted, self._host.draft_logits, self._execution.device)
+            self.interleaver = Interleaver(
+                target,
+                draft,
+                self._host.rings,
+                state,
+                counts=request_counts(build.max_batch_size) if counts is None else counts,
+                verifier=self._verifier,
+                stream=self._execution.stream,
+                fault=self._execution.fault,
+                on_fault=self._execution.on_fault,
+                progress=self._execution.progress,
+            )
 
     @classmethod
-    def from_dir(
-        cls,
-        engine_dir: Path | str,
-        *,
-        communicator: Communicator | None = None,
-        speculative: bool = True,
-        verifier: Verifier | None = None,
-        check_lockstep: bool = False,
-    ) -> Decoder:
-        """A decoder over an engine directory, executed by the torch sessions of its weights.
+    def from_dir(cls, engine_dir: Path | str, **options: Any) -> Decoder:
+        """A decoder over an engine directory; arguments and errors as of :func:`~.opening.open_decoder`."""
+        from .opening import open_decoder
 
-        Raises:
-            LaunchError: the job's ranks are not those the engines were built for.
-            EngineDirError: the directory is incomplete or of another version.
-        """
-        directory = EngineDir.open(Path(engine_dir))
-        communicator = communicator or connect(directory.tp_size)
-        mapping = Mapping(communicator.size, communicator.rank, directory.tp_size)
-        if directory.target is None:
-            raise RequestError(f"{engine_dir}: holds a draft without its target; decoding needs both")
+        return open_decoder(Path(engine_dir), **options)
 
-        def session(kind: Kind) -> TorchSession:
-            network = load_network(kind, directory.path / WEIGHTS, mapping.tp_rank, directory.build)
-            return TorchSession(network, communicator)
+    def capture(self) -> None:
+        """Capture the steps of all request counts now, not when a batch first needs one; every rank calls it."""
+        if self.interleaver and self._execution.stream:
+            with torch.inference_mode(), torch.cuda.stream(self._execution.stream):
+                for sampled in (False, True)[: 1 + self._build.sampling]:
+                    self.interleaver.capture(sampled=sampled)
 
-        return cls(
-            session("target"),
-            session("draft") if speculative else None,
-            target_config=directory.target,
-            draft_config=directory.draft,
-            build=directory.build,
-            communicator=communicator,
-            verifier=verifier,
-            detokenize=_detokenizer(directory.path),
-            check_lockstep=check_lockstep,
-        )
+    def close(self) -> None:
+        """Give back what the decoder holds outside of torch; every rank calls it."""
+        self._execution.close()
 
-    @torch.inference_mode()
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Closing waits for the other ranks. A rank that fails ends the job, it does not wait.
+        if kind is None:
+            self.close()
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -132,6 +167,15 @@ class Decoder:
                 ``max_seq_len`` together with its ``max_tokens``, or has stop strings without a tokenizer.
                 Nothing runs then.
         """
+        with torch.inference_mode(), torch.cuda.stream(self._execution.stream):
+            return self._generate(prompts, params, on_tokens or (lambda index, tokens: None))
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        emit: OnTokens,
+    ) -> tuple[list[Completion], Statistics]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         self._check(prompts, each)
         started = time.perf_counter()
@@ -140,7 +184,9 @@ class Decoder:
         free = list(range(self._build.max_batch_size))
         active: list[Request] = []
         done: dict[int, Completion] = {}
-        emit = on_tokens or (lambda index, tokens: None)
+        progress, steps = self._execution.progress, itertools.count(1)
+        self._on_device.clear()
+        clocked = dict(self.interleaver.clock.seconds) if self.interleaver else {}
 
         def deliver(request: Request, produced: Sequence[int]) -> int:
             kept, reason = request.extend(produced)
@@ -160,132 +206,66 @@ class Decoder:
                 admitted.append(self._admit(index, free.pop(0), prompt, own, seed))
             if admitted:
                 active += admitted
-                for request, token in zip(admitted, self._prefill(admitted, stats), strict=True):
+                if self.interleaver:
+                    self.interleaver.pause()
+                with progress.operation(f"prefill of {len(admitted)} requests"):
+                    first = self._host.prefill(admitted, stats)
+                for request, token in zip(admitted, first, strict=True):
                     deliver(request, [token])
             if active:
-                self._step(active, stats, deliver)
+                with progress.operation(f"step {next(steps)} of {len(active)} requests"):
+                    self._step(active, stats, deliver)
+        if self.interleaver:
+            self.interleaver.pause()
+            for name, seconds in self.interleaver.clock.seconds.items():
+                stats.add_seconds(name, seconds - clocked.get(name, 0.0))
         stats.total_seconds = time.perf_counter() - started
         return [done[i] for i in range(len(prompts))], stats
 
-    # ------------------------------------------------------------------------------------- steps
-
-    def _prefill(self, requests: Sequence[Request], stats: Statistics) -> list[int]:
-        """Run the prompts through the target; return the first token of each."""
-        started = time.perf_counter()
-        window = self._target_config.sliding_window
-        cursor = dict.fromkeys((r.slot for r in requests), 0)
-        first: dict[int, int] = {}
-        while pending := [r for r in requests if cursor[r.slot] < r.prompt_length]:
-            budget, chunks = self._build.max_input_len, []
-            for request in pending:
-                size = min(window, request.prompt_length - cursor[request.slot], budget)
-                if size:
-                    chunks.append((request, cursor[request.slot], size))
-                    budget -= size
-            rows = [(r, p) for r, start, size in chunks for p in range(start, start + size)]
-            logits, features = self._run_target(
-                [r.tokens[p] for r, p in rows], [p for _, p in rows], [r.slot for r, _ in rows]
-            )
-            offset, ready = 0, []
-            for request, start, size in chunks:
-                self._add_context(request, start, features[offset : offset + size])
-                offset += size
-                cursor[request.slot] = start + size
-                if start + size == request.prompt_length:
-                    ready.append((request, offset - 1))
-            if ready:
-                # The first token: a step without drafts behind the prompt's last token.
-                last = [request for request, _ in ready]
-                verdict = self._communicator.broadcast(self._verifier(last, logits[[row for _, row in ready]], None))
-                first |= {r.slot: token for r, token in zip(last, verdict.bonus, strict=True)}
-            stats.target_calls += 1
-        stats.prefill_seconds += time.perf_counter() - started
-        return [first[r.slot] for r in requests]
-
-    def _step(self, active: list[Request], stats: Statistics, deliver: Callable[[Request, Sequence[int]], int]) -> None:
-        """Draft, verify and deliver once for every active request."""
-        requests = list(active)
-        if self._draft:
-            started = time.perf_counter()
-            self._run_draft(requests)
+    def _step(self, active: list[Request], stats: Statistics, deliver: Deliver) -> None:
+        if self.interleaver is None:
+            return self._host.run(active, self.scheduler, stats, deliver)
+        if why_not(active, self.scheduler, self._verifier):
+            self.interleaver.pause()
+            self._on_device.clear()
+            return self._host.run(active, self.scheduler, stats, deliver)
+        self._on_device &= set(active)
+        if entering := [r for r in active if r not in self._on_device]:
+            self.interleaver.pause()
+            self._host.run_draft(entering, self.scheduler)
+            self.interleaver.state.enter(entering, [self._host.limit(r) for r in entering])
+            self._on_device |= set(entering)
             stats.draft_calls += 1
-            stats.draft_seconds += time.perf_counter() - started
-        started = time.perf_counter()
-        rows = [(t, r.anchor_position + j, r.slot) for r in requests for j, t in enumerate([r.tokens[-1], *r.drafts])]
-        logits, features = self._run_target(*([row[i] for row in rows] for i in range(3)))
-        cached = None if self._draft_logits is None else self._draft_logits[[r.slot for r in requests]]
-        verdict = self._verifier(requests, logits, cached)
+        requests = list(active)
+        emitted = self.interleaver.run(requests)
         stats.target_calls += 1
-        stats.target_seconds += time.perf_counter() - started
+        stats.draft_calls += 1
+        stats.device_steps += 1
         if self._check_lockstep:
-            self._compare_ranks(verdict.accepted + verdict.bonus)
-        verdict = self._communicator.broadcast(verdict)
-        lengths = [len(r.drafts) for r in requests]
-        if self._draft:
-            self.scheduler.record(lengths, verdict.accepted)
-        offset = 0
-        for request, length, accepted, bonus in zip(requests, lengths, verdict.accepted, verdict.bonus, strict=True):
-            self._add_context(request, request.anchor_position, features[offset : offset + accepted + 1])
-            offset += length + 1
-            stats.record(length, accepted, deliver(request, [*request.drafts[:accepted], bonus]))
+            compare_ranks(self._communicator, emitted)
+        for request, tokens in zip(requests, emitted, strict=True):
+            stats.record(self._host.limit(request), len(tokens) - 1, deliver(request, tokens))
+        return None
 
-    def _run_target(self, ids: list[int], positions: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
-        inputs = {"input_ids": _ids(ids), "positions": _ids(positions), "slots": _ids(slots), **self._target_rings}
-        outputs = make_outputs(self._target, inputs, self._target_rings)
-        self._target.run(inputs, outputs)
-        return outputs["logits"], outputs["target_features"]
-
-    def _run_draft(self, requests: Sequence[Request]) -> None:
-        """Insert what the requests' contexts hold into the rings and draft a block for each."""
-        assert self._draft is not None
-        rows = [(r.context_start + i, r.slot) for r in requests if r.context is not None for i in range(len(r.context))]
-        positions = _ids([r.anchor_position for r in requests])
-        inputs = {
-            "anchor_ids": _ids([r.tokens[-1] for r in requests]),
-            "positions": positions,
-            "slots": _ids([r.slot for r in requests]),
-            "target_features": torch.cat([r.context for r in requests if r.context is not None]),
-            "feature_positions": _ids([position for position, _ in rows]),
-            "feature_slots": _ids([slot for _, slot in rows]),
-            **self._draft_rings,
-        }
-        if self._draft_logits is not None:
-            inputs["temperature"] = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
-            inputs["seeds"] = step_seeds(seed_words([r.seed for r in requests]), positions)
-        outputs = make_outputs(self._draft, inputs, self._draft_rings)
-        self._draft.run(inputs, outputs)
-        lengths = self.scheduler.lengths(outputs["confidence"], [self._draft_limit(r) for r in requests])
-        chosen = [d[:n] for d, n in zip(outputs["draft_tokens"].tolist(), lengths, strict=True)]
-        for i, (request, drafts) in enumerate(zip(requests, self._communicator.broadcast(chosen), strict=True)):
-            request.drafts, request.context = drafts, None
-            if self._draft_logits is not None and not request.params.greedy:
-                self._draft_logits[request.slot] = outputs["draft_logits"][i]
-
-    def _draft_limit(self, request: Request) -> int:
-        own = request.params.num_draft_tokens
-        return self._drafted if own is None else min(own, self._drafted)
+    def trace(self, span: Span) -> None:
+        """Enclose what steps enqueue in ``span(name)``, name being target, verify or draft."""
+        self._host.span = span
+        if self.interleaver:
+            self.interleaver.span = span
 
     def profile_costs(self, replays: int = 5) -> CostTable:
         """Seconds of idle draft and target steps up to the largest batch; rank 0's, the same on every rank."""
-        if self._draft is None:
+        if self._host.draft is None:
             raise RequestError("costs were asked of a decoder without a draft; there is nothing to schedule")
         batch, width = self._build.max_batch_size, self._drafted + 1
-        draft = IdleSteps(self._draft, self._draft_rings, rows_per_request=width)
-        table = CostTable.measure(draft, IdleSteps(self._target, self._target_rings), batch, batch * width, replays)
+        target_rings, draft_rings = self._host.rings
+        draft = IdleSteps(self._host.draft, draft_rings, rows_per_request=width)
+        target = IdleSteps(self._host.target, target_rings)
+        stream = torch.cuda.stream(self._execution.stream)
+        with torch.inference_mode(), stream, self._execution.progress.operation("measurement of the costs"):
+            table = CostTable.measure(draft, target, batch, batch * width, replays)
         shared: CostTable = self._communicator.broadcast(table)
         return shared
-
-    def _add_context(self, request: Request, start: int, features: Tensor) -> None:
-        """Queue captured rows for the draft; only the last window can matter."""
-        if request.context is None:
-            request.context, request.context_start = features, start
-        else:
-            request.context = torch.cat((request.context, features))
-        surplus = len(request.context) - self._draft_config.sliding_window
-        if surplus > 0:
-            request.context, request.context_start = request.context[surplus:], request.context_start + surplus
-
-    # ------------------------------------------------------------------------------------ checks
 
     def _seeds(self, params: Sequence[SamplingParams]) -> list[int]:
         """Each request's seed; those that have none get one of rank 0's, the same on every rank."""
@@ -318,23 +298,3 @@ class Decoder:
                 problems.append(f"prompt {i} has stop strings, which need the tokenizer; use stop_token_ids")
         if problems:
             raise RequestError("; ".join(problems))
-
-    def _compare_ranks(self, decision: list[int]) -> None:
-        decisions = self._communicator.all_gather_object(decision)
-        if any(d != decisions[0] for d in decisions):
-            raise RuntimeError(
-                f"ranks decided differently (accepted counts, then next tokens): {dict(enumerate(decisions))}; "
-                "the ranks must run the same package, weights and libraries"
-            )
-
-
-def _detokenizer(directory: Path) -> Detokenize | None:
-    """What turns output into text, if the directory has a tokenizer."""
-    if not (file := directory / "tokenizer.json").is_file():
-        return None
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: str(tokenizer.decode(list(ids)))
-
-
-def _ids(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)

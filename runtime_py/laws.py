@@ -47,17 +47,32 @@ def target_law(requests: Sequence[Request], logits: Tensor) -> Tensor:
     Args:
         logits: [R, N + 1, V] float32; rows behind a request's last draft are ignored.
     """
-    greedy = torch.tensor([r.params.greedy for r in requests], device=logits.device)
-    temperature = torch.tensor([r.params.temperature or 1.0 for r in requests], dtype=torch.float64)
+    temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float64, device=logits.device)
     scores = torch.where(logits.isnan(), -torch.inf, logits).double()
     for i, request in enumerate(requests):
         if request.params.penalizes:
             _penalize(scores[i], request)
-    scores = scores / temperature.to(scores).view(-1, 1, 1)
+    scores = scores / divisor(temperature)
     for i, request in enumerate(requests):
         if request.params.restricts:
             scores[i] = _restrict(scores[i], request.params)
-    return law(scores, greedy.unsqueeze(1).expand(scores.shape[:-1]))
+    return law(scores, greedy_rows(temperature, scores))
+
+
+def plain_target_law(logits: Tensor, temperature: Tensor) -> Tensor:
+    """As :func:`target_law`, of requests that have nothing but a ``temperature`` [R] float64; no host data is read."""
+    scores = torch.where(logits.isnan(), -torch.inf, logits).double() / divisor(temperature)
+    return law(scores, greedy_rows(temperature, scores))
+
+
+def divisor(temperature: Tensor) -> Tensor:
+    """What the scores [R, N + 1, V] of requests at ``temperature`` [R] are divided by; 1 at temperature 0."""
+    return torch.where(temperature > 0, temperature, 1.0).view(-1, 1, 1)
+
+
+def greedy_rows(temperature: Tensor, scores: Tensor) -> Tensor:
+    """Which rows [R, N + 1] of ``scores`` belong to greedy requests."""
+    return (temperature == 0).unsqueeze(1).expand(scores.shape[:-1])
 
 
 def _penalize(scores: Tensor, request: Request) -> None:

@@ -151,6 +151,12 @@ class Mailbox:
                 "The results of this step are void, end the job"
             )
 
+    def fault(self) -> Tensor:
+        """The fault as int32 [1] on the device, so that a step can send it to the host with its results. It is
+        the mailbox's own memory: not to be used after :meth:`close`."""
+        address = self._own + 4 * layout.MAILBOX_WORDS["fault"]
+        return torch.as_tensor(_DeviceWord(address), device=self.tensor.device)
+
     def close(self) -> None:
         """Unmap and free; every rank calls this, after its last kernel has ended."""
         if not self._own:
@@ -195,6 +201,13 @@ def _attempt(action: Callable[[], R]) -> tuple[R | None, str | None]:
         return action(), None
     except MailboxError as error:
         return None, str(error)
+
+
+class _DeviceWord:
+    """Four bytes of device memory, as torch takes over foreign memory."""
+
+    def __init__(self, address: int):
+        self.__cuda_array_interface__ = {"shape": (1,), "typestr": "<i4", "data": (address, False), "version": 3}
 
 
 class _Handle(ctypes.Structure):

@@ -48,4 +48,28 @@ class Mapping:
 
     @classmethod
     def from_dict(cls, values: MappingABC[str, Any]) -> Mapping:
-        return cls(**values)
+        """The mapping that :meth:`to_dict` wrote, or one of another tool whose further kinds of parallelism are off.
+
+        Raises:
+            ValueError: naming every kind that is on and why it is not possible, and every unknown key.
+        """
+        own = {key: value for key, value in values.items() if key in ("world_size", "rank", "tp_size")}
+        problems = []
+        for key in values.keys() - own.keys():
+            if key not in _REFUSED:
+                problems.append(f"{key} is unknown, expected world_size, rank and tp_size")
+            elif values[key] not in (None, False, 0, 1, ""):
+                problems.append(f"{key} is {values[key]!r}: {_REFUSED[key]}")
+        if problems:
+            raise ValueError("; ".join(sorted(problems)))
+        return cls(**own)
+
+
+_REFUSED = {
+    "pp_size": "target and draft of a rank share one stream, a pipeline would leave it waiting; use tp_size",
+    "cp_size": "the caches hold one window, there is no long context to divide; use tp_size",
+    "moe_ep_size": "experts are split by their inner size, like everything else; use tp_size",
+    "sequence_parallel": "every rank keeps the residual streams of all rows, boundaries mix them in place; use tp_size",
+    "mega_moe": "its fused kernel reduces over the ranks itself, and the boundary behind it would do so again",
+}
+"""Kinds of parallelism that other runtimes have, and why they are not possible here."""

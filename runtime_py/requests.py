@@ -45,9 +45,11 @@ class SamplingParams:
     num_draft_tokens: int | None = None
     """Verify at most this many drafts a step; None leaves it to the draft's block."""
     stop_token_ids: Sequence[int] = ()
+    """Tokens that end the output, beside the model's own end token."""
     stop: Sequence[str] = ()
     """Strings that end the output; they need the tokenizer."""
     ignore_eos: bool = False
+    """Go on behind the model's own end token, which is part of the output then."""
 
     @property
     def greedy(self) -> bool:
@@ -104,14 +106,24 @@ class Statistics:
     accepted_per_position: list[int] = field(default_factory=list)
     target_calls: int = 0
     draft_calls: int = 0
+    device_steps: int = 0
+    """Decode calls that ran without the host's decisions."""
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
+    verify_seconds: float = 0.0
     draft_seconds: float = 0.0
+    gap_seconds: float = 0.0
+    """In which the device waited for the host between two steps of its own."""
     total_seconds: float = 0.0
 
     @property
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """``phase`` is target, verify, draft or gap."""
+        name = f"{phase}_seconds"
+        setattr(self, name, getattr(self, name) + seconds)
 
     def record(self, proposed: int, accepted: int, produced: int) -> None:
         self.steps += 1

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .acceptance import Acceptance
+from .acceptance import Acceptance, ScheduleError
 from .costs import CostTable
 
 
@@ -55,6 +55,10 @@ class Threshold:
 
     acceptance: Acceptance
     minimum: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.minimum <= 1:
+            raise ScheduleError(f"a confidence threshold of {self.minimum}, expected a probability")
 
     def lengths(self, confidence: Tensor, limits: Sequence[int]) -> list[int]:
         likely = self.acceptance.probabilities(confidence) >= self.minimum

@@ -6,7 +6,8 @@ device is. Caches are aliased: the same tensor is given as input and output and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -31,14 +32,34 @@ class Session(Protocol):
     def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
 
 
-class TorchSession:
-    """Runs the torch definition of a network, eagerly, on the device that holds its weights."""
+OperationScope = Callable[[], AbstractContextManager[None]]
+"""What a network runs in: a scope that decides how operations are computed."""
 
-    def __init__(self, network: Network, communicator: Communicator):
-        self.network, self.io, self._communicator = network, network.io, communicator
-        # The references gather through the communicator; the mailbox is there for the kernels.
+
+class TorchSession:
+    """Runs the torch definition of a network, eagerly, on the device that holds its weights.
+
+    Args:
+        network: stays on the device that it is on; the tensors of every call must be there too.
+        scope: how operations are computed: by reference when left out, by kernel inside
+            :func:`~dspark_trt.plugins.kernels.kernel_scope`.
+        mailbox: peer addresses [P, 2] int32 for the kernels of a tensor-parallel network. References gather
+            through ``communicator`` instead.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        communicator: Communicator,
+        *,
+        scope: OperationScope = nullcontext,
+        mailbox: Tensor | None = None,
+    ):
+        self.network, self.io, self._communicator, self._scope = network, network.io, communicator, scope
         names = {i.name: i for i in network.io.inputs}
-        self._own = {n: torch.zeros(names[n].shape, dtype=names[n].dtype) for n in ("mailbox",) if n in names}
+        self._own: dict[str, Tensor] = {}
+        if (info := names.get("mailbox")) is not None:
+            self._own["mailbox"] = torch.zeros(fixed_shape(info), dtype=info.dtype) if mailbox is None else mailbox
 
     def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
         """Outputs with their sizes for inputs of the given shapes.
@@ -71,7 +92,7 @@ class TorchSession:
                 problems.append(f"output {output} must be bound to the tensor of {source}, it is updated in place")
         if problems:
             raise SessionError("; ".join(problems))
-        with torch.inference_mode(), collective_scope(self._communicator.all_gather):
+        with torch.inference_mode(), collective_scope(self._communicator.all_gather), self._scope():
             results = self.network(*(inputs[i.name] for i in self.io.inputs))
             for info, result in zip(self.io.outputs, results, strict=True):
                 outputs[info.name].copy_(result)
@@ -100,17 +121,24 @@ def infer_shapes(io: NetworkIO, inputs: Mapping[str, tuple[int, ...]]) -> dict[s
     }
 
 
-def make_caches(session: Session) -> dict[str, Tensor]:
+def fixed_shape(info: TensorInfo) -> tuple[int, ...]:
+    """The shape of a tensor that has no dynamic dimension."""
+    return tuple(int(size) for size in info.shape)
+
+
+def make_caches(session: Session, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """A session's caches, zeroed: input name -> tensor."""
     names = set(session.io.aliases.values())
-    return {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in session.io.inputs if i.name in names}
+    inputs = (i for i in session.io.inputs if i.name in names)
+    return {i.name: torch.zeros(fixed_shape(i), dtype=i.dtype, device=device) for i in inputs}
 
 
 def make_outputs(session: Session, inputs: Mapping[str, Tensor], caches: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors for a session's outputs; aliased ones are the caches themselves."""
+    """Tensors for a session's outputs, on the device of its inputs; aliased ones are the caches themselves."""
     shapes = {name: tuple(t.shape) for name, t in inputs.items()}
+    device = next(iter(inputs.values())).device
     outputs = {}
     for name, info in session.infer_shapes(shapes).items():
         source = session.io.aliases.get(name)
-        outputs[name] = caches[source] if source else torch.empty(info.shape, dtype=info.dtype)
+        outputs[name] = caches[source] if source else torch.empty(fixed_shape(info), dtype=info.dtype, device=device)
     return outputs

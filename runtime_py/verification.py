@@ -117,26 +117,48 @@ class Verifier:
         laws = self.laws(requests, tokens, logits, draft_logits)
         anchors = torch.tensor([r.anchor_position for r in requests], dtype=torch.int32)
         seeds = step_seeds(seed_words([r.seed for r in requests]), anchors)
-        positions = (anchors.unsqueeze(1) + torch.arange(width, dtype=torch.int32)).flatten()
-        drawn = uniform(seeds.repeat_interleave(width, 0), positions, salt=ACCEPT_SALT).view(tokens.shape)
-        kept = self.method.kept((drawn <= laws.passes) & laws.drafted)
-        recovery = recovery_law(laws, kept).log()
-        bonus = self.sampler(recovery, torch.ones(len(requests)), seeds, anchors + kept.int(), salt=RECOVERY_SALT)
+        kept, bonus = outcome(laws, self.method, self.sampler, seeds, anchors)
         return Verdict(kept.tolist(), bonus.tolist())
 
     def laws(self, requests: Sequence[Request], tokens: Tensor, logits: Tensor, draft_logits: Tensor | None) -> Laws:
         """The laws of a step, from ``tokens`` [R, N], -1 behind a request's drafts, and ``logits`` [R, N + 1, V]."""
-        drafted, ids = tokens >= 0, tokens.clamp_min(0)
-        temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
-        target = target_law(requests, logits)
-        if draft_logits is None:
-            draft, sampled = logits[:, :-1], torch.zeros_like(temperature, dtype=torch.bool)
-        else:
-            draft, sampled = draft_logits[:, : tokens.shape[1]], temperature > 0
-        draft = draft_law(draft, temperature, ids, sampled) * drafted.unsqueeze(2)
-        draft = torch.cat((draft, torch.zeros_like(target[:, :1])), 1)
-        passes, weight = self.method.rates(acceptance_ratio(target, draft, ids), target, draft)
-        return Laws(drafted, target, draft, passes, weight)
+        temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float64)
+        cached = None if draft_logits is None else draft_logits[:, : tokens.shape[1]]
+        return step_laws(self.method, target_law(requests, logits), tokens, cached, temperature)
+
+
+def step_laws(method: Method, target: Tensor, tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor) -> Laws:
+    """The laws of a step.
+
+    Args:
+        target: [R, N + 1, V] float64 laws of the target; tokens: [R, N], -1 where there is no draft.
+        draft_logits: [R, N, V] float32 that sampled drafts come from; None if all drafts are greedy.
+        temperature: [R] float64.
+    """
+    drafted, ids = tokens >= 0, tokens.clamp_min(0)
+    if draft_logits is None:
+        draft_logits, sampled = target[:, :-1].float(), torch.zeros_like(temperature, dtype=torch.bool)
+    else:
+        sampled = temperature > 0
+    draft = draft_law(draft_logits, temperature.float(), ids, sampled) * drafted.unsqueeze(2)
+    draft = torch.cat((draft, torch.zeros_like(target[:, :1])), 1)
+    passes, weight = method.rates(acceptance_ratio(target, draft, ids), target, draft)
+    return Laws(drafted, target, draft, passes, weight)
+
+
+def outcome(laws: Laws, method: Method, sampler: Sampler, seeds: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    """How many drafts [R] are kept, and the token [R] behind them.
+
+    Args:
+        seeds: [R, 2] int32, the step's; anchors: [R] int32, the anchors' positions.
+    """
+    width = laws.drafted.shape[1]
+    offsets = torch.arange(width, dtype=torch.int32, device=anchors.device)
+    positions = (anchors.unsqueeze(1) + offsets).flatten()
+    drawn = uniform(seeds.repeat_interleave(width, 0), positions, salt=ACCEPT_SALT).view(laws.drafted.shape)
+    kept = method.kept((drawn <= laws.passes) & laws.drafted)
+    ones = torch.ones(len(anchors), device=anchors.device)
+    return kept, sampler(recovery_law(laws, kept).log(), ones, seeds, anchors + kept.int(), salt=RECOVERY_SALT)
 
 
 def recovery_law(laws: Laws, kept: Tensor) -> Tensor:
@@ -149,7 +171,14 @@ def recovery_law(laws: Laws, kept: Tensor) -> Tensor:
 
 
 def verify_greedy(draft_tokens: Tensor, target_logits: Tensor) -> Verdict:
-    """Keep the longest prefix of drafts that the target would have chosen itself.
+    """:func:`greedy_outcome`, on the host."""
+    kept, bonus = greedy_outcome(draft_tokens, target_logits)
+    return Verdict(kept.tolist(), bonus.tolist())
+
+
+def greedy_outcome(draft_tokens: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The length [R] of the longest prefix of drafts that the target would have chosen itself, and its choice [R]
+    behind it.
 
     Row 0 of a request is its anchor; the target's row r predicts what follows draft r.
 
@@ -159,6 +188,5 @@ def verify_greedy(draft_tokens: Tensor, target_logits: Tensor) -> Verdict:
     """
     choice = first_argmax(target_logits)
     agrees = (choice[:, :-1] == draft_tokens).to(torch.int32)
-    accepted = agrees.cumprod(1).sum(1)
-    bonus = choice.gather(1, accepted.unsqueeze(1)).squeeze(1)
-    return Verdict(accepted.tolist(), bonus.tolist())
+    kept = agrees.cumprod(1).sum(1)
+    return kept, choice.gather(1, kept.unsqueeze(1)).squeeze(1)

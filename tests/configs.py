@@ -29,6 +29,10 @@ def ids(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def see(name: str, tensor: Tensor) -> None:
+    """A probe; with any, a greedy draft too computes its corrected logits."""
+
+
 @dataclass
 class TinyCheckpoint:
     """A released checkpoint on disk, its tensors, and its rank shards, made when first asked for."""
@@ -75,10 +79,10 @@ class TinyCheckpoint:
         *,
         tp_size: int = 1,
         rank: int = 0,
-        probe: Callable[[str, Tensor], None] = ignore,
+        probe: Callable[[str, Tensor], None] = see,
         sampling: bool = False,
     ) -> DraftModel:
-        """The draft, dequantised to ``dtype``, or with None in released numerics."""
+        """The draft, dequantised to ``dtype``, or with None in released numerics; it returns its logits."""
         model = DraftModel(self.draft_config, self._context(dtype, tp_size, probe), sampling=sampling)
         load_shard(model, self.shards(tp_size) / rank_file_name(rank), network="draft")
         return model.eval()

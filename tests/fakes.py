@@ -110,8 +110,8 @@ class TableDraft(Table):
         base = tables.base[inputs["positions"].long() % len(tables.base)]
         keys = [inputs[n] for n in ("positions", "temperature", "seeds")] if self.sampling else []
         anchors = inputs["anchor_ids"]
-        sizes = {"block_size": tables.block, "sampling": self.sampling}
-        tokens, _, corrected = MARKOV_SAMPLING(base, anchors, tables.embed, tables.head, *keys, **sizes)
+        options = {"block_size": tables.block, "sampling": self.sampling, "float64_noise": False, "write_logits": True}
+        tokens, _, corrected = MARKOV_SAMPLING(base, anchors, tables.embed, tables.head, *keys, **options)
         outputs["draft_tokens"].copy_(tokens)
         before = torch.cat((anchors.unsqueeze(1), tokens[:, :-1]), 1)
         outputs["confidence"].copy_(tables.confidences(before))
@@ -128,7 +128,7 @@ def table_decoder(
     draft = dataclasses.replace(draft, vocab_size=tables.vocab, block_size=tables.block)
     build = BuildConfig(max_batch_size=slots, max_input_len=max(1024, 2 * slots), max_seq_len=4096)
     return Decoder(
-        TableTarget(tables),
+        options.pop("target", None) or TableTarget(tables),
         options.pop("draft", None) or TableDraft(tables, sampling=sampling) if speculative else None,
         target_config=target,
         draft_config=draft,

@@ -19,7 +19,7 @@ SIZES = {"H": 128, "K": 512, "P": 4, "B": 5, "N": 4, "S": 3, "W": 16, "V": 96, "
 CACHE = {"rope_dims": 8, "rope_theta": 10000.0, "quant_width": 0, "quant_group": 32}
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "MhcCoefficients": {"rms_eps": 1e-6, "hc_eps": 1e-6, "sinkhorn_iters": 20},
-    "MhcAllReduce": {"tp_size": 1, "norm_eps": 1e-6},
+    "MhcAllReduce": {"tp_size": 1, "norm_eps": 1e-6, "quant_width": 0, "swizzled_tiles": 0},
     "MhcAllReduceResidualOnly": {"tp_size": 1},
     "HcCollapse": {},
     "DraftAttention": {**CACHE, "head_dim": 32},
@@ -27,7 +27,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "ContextKvInsert": {**CACHE, "head_dim": 32},
     "QuantizedLinear": {"block": 32},
     "RoutedExperts": {"group": 32, "hidden_size": 128, "intermediate_size": 64, "swiglu_limit": 10.0},
-    "MarkovSampling": {"block_size": 5, "sampling": False},
+    "MarkovSampling": {"block_size": 5, "sampling": False, "float64_noise": False, "write_logits": True},
 }
 _TYPES = {
     "float32": onnx.TensorProto.FLOAT,

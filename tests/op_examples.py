@@ -18,6 +18,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "v4.1": {"rope_dims": 16, "rope_theta": 1e4, "quant_width": 64, "quant_group": 32, "head_dim": 64},
     "dequantized": {"rope_dims": 16, "rope_theta": 1e4, "quant_width": 0, "quant_group": 32, "head_dim": 64},
 }
+UNQUANTIZED = {"quant_width": 0, "swizzled_tiles": 0}
+"""Attributes of an MhcAllReduce without the MXFP8 outputs."""
 SLOTS, WINDOW, HEADS, BLOCK, HIDDEN, VOCAB, RANK = 3, 128, 4, 5, 128, 97, 16
 ONNX_TYPES = {torch.float32: 1, torch.float16: 10, torch.int32: 6, torch.int8: 3}
 
@@ -145,12 +147,24 @@ def examples(activation: torch.dtype, rows: int = 7, seed: int = 0) -> list[Exam
             make.normal(3),
             make.normal(24),
         )
+    add(
+        "MhcCoefficients equal streams",
+        "MhcCoefficients",
+        {"rms_eps": 1e-20, "hc_eps": 1e-6, "sinkhorn_iters": 20},
+        make.act(rows, 1, HIDDEN, std=3.0).expand(-1, 4, -1).contiguous(),
+        make.normal(24, HIDDEN, std=HIDDEN**-0.5),
+        make.normal(3),
+        make.normal(24),
+    )
     mixing = (make.act(rows, HIDDEN), make.act(rows, 4, HIDDEN), make.uniform(rows, 4, high=2.0))
     comb = torch.softmax(make.normal(rows, 4, 4, std=2.0), 1)
     norm = (make.uniform(rows, 4), (1 + make.normal(HIDDEN, std=0.1)).to(activation))
     add("HcCollapse", "HcCollapse", {}, mixing[1], norm[0])
     for variant, eps in (("v4", 1e-6), ("v4.1", 1e-20)):
-        add(f"MhcAllReduce {variant}", "MhcAllReduce", {"tp_size": 1, "norm_eps": eps}, *mixing, comb, *norm)
+        boundary = {"tp_size": 1, "norm_eps": eps, **UNQUANTIZED}
+        add(f"MhcAllReduce {variant}", "MhcAllReduce", boundary, *mixing, comb, *norm)
+    quantized = {"tp_size": 1, "norm_eps": 1e-20, "quant_width": HIDDEN, "swizzled_tiles": 0}
+    add("MhcAllReduce mxfp8", "MhcAllReduce", quantized, *mixing, comb, *norm)
     add("MhcAllReduceResidualOnly", "MhcAllReduceResidualOnly", {"tp_size": 1}, *mixing, comb)
 
     for variant, cache in CACHES.items():
@@ -218,7 +232,8 @@ def examples(activation: torch.dtype, rows: int = 7, seed: int = 0) -> list[Exam
             make.uniform(rows, top_k),
             *packed,
         )
-    for sampling in (False, True):
+    for kind in ("greedy", "sampled", "sampled in float64"):
+        sampling = kind != "greedy"
         keys = (
             (
                 make.integers(0, 1000, rows),
@@ -229,9 +244,9 @@ def examples(activation: torch.dtype, rows: int = 7, seed: int = 0) -> list[Exam
             else ()
         )
         add(
-            f"MarkovSampling {'sampled' if sampling else 'greedy'}",
+            f"MarkovSampling {kind}",
             "MarkovSampling",
-            {"block_size": BLOCK, "sampling": sampling},
+            {"block_size": BLOCK, "sampling": sampling, "float64_noise": "float64" in kind, "write_logits": True},
             make.normal(rows, BLOCK, VOCAB, std=2.0),
             make.integers(0, VOCAB, rows),
             make.act(VOCAB, RANK),

@@ -29,9 +29,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ALL_OPS),
     ("MhcAllReduce", {"tp_size": 2}),
     ("MhcAllReduceResidualOnly", {"tp_size": 2}),
+    ("MarkovSampling", {"write_logits": False}),
+    ("MarkovSampling", {"sampling": True, "float64_noise": True, "write_logits": False}),
     ("MarkovSampling", {"sampling": True}),
 ]
-"""(operation, attributes that differ from those of tests/one_op_models.py): every set of inputs there is."""
+"""(operation, attributes that differ from those of tests/one_op_models.py): every set of inputs and outputs."""
 TYPES = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "bool": 4, "bfloat16": 7, "int64": 8}
 """``nvinfer1::DataType``."""
 INT, FLOAT, CHAR = 5, 1, 6

@@ -221,6 +221,12 @@ def random_tensors(
     first, second = ("embed", "head") if v41 else ("markov_w1", "markov_w2")
     make.normal(f"{last}.markov_head.{first}.weight", vocab, rank, std=1.0, dtype=bf16)
     make.normal(f"{last}.markov_head.{second}.weight", vocab, rank, std=rank**-0.5, dtype=bf16)
+    # A linear layer with a bias that reads the hidden row and one or two vectors of the rank.
+    projections = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, hidden + 2 * rank)}
+    if kind := projections.get(keys.get("dspark_markov_head_type", "vanilla")):
+        name, outputs, inputs = kind
+        make.normal(f"{last}.markov_head.{name}.weight", outputs, inputs, std=inputs**-0.5, dtype=bf16)
+        make.normal(f"{last}.markov_head.{name}.bias", outputs, std=0.5, dtype=bf16)
     width = hidden + rank
     make.normal(f"{last}.confidence_head.proj.weight", 1, width, std=width**-0.5, dtype=bf16)
     if not v41:

@@ -11,12 +11,15 @@ source .venv/bin/activate
 python -m pip install --quiet --upgrade pip
 # Named first: an index that offers a CPU build of this release saves gigabytes.
 python -m pip install --quiet torch==2.13.0
-python -m pip install --quiet --editable '.[rtx,mpi,compare,plot,test]'
+python -m pip install --quiet --editable '.[rtx,mpi,compare,plot,nvcc,test]'
+if ! command -v g++ >/dev/null; then
+  echo "g++ was not found: tests that compile C++ or the CUDA kernels skip (Debian, Ubuntu: apt-get install g++)" >&2
+fi
 
 echo "== format, lint, types"
 ruff format --check .
 ruff check .
-mypy builder plugins runtime_py examples/*.py
+mypy builder plugins runtime_py setup.py examples/*.py
 
 echo "== tests"
 # Plugin objects made by hand get a process of their own: they are TensorRT's to free, and a fault of its

@@ -21,6 +21,8 @@ HC_MIXES = (2 + HC_MULT) * HC_MULT
 """Rows of ``hc_*_fn``: pre, post and comb coefficients of one sublayer."""
 
 _MARKOV_NAMES = {Variant.V4: ("markov_w1", "markov_w2"), Variant.V4_1: ("embed", "head")}
+_MARKOV_PROJECTIONS = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 3, 2)}
+"""Of heads that are not vanilla: name, and how many ranks wide outputs are and, beside the hidden row, inputs."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ def released_tensors(target: TargetConfig | None, draft: DraftConfig) -> dict[st
     for released, name in zip(_MARKOV_NAMES[draft.variant], ("embed", "head"), strict=True):
         model_name = f"{last}.markov_head.{name}.weight"
         table.plain(f"{last}.markov_head.{released}.weight", "BF16", vocab, rank, model_name=model_name)
+    if draft.markov_head in _MARKOV_PROJECTIONS:
+        name, outputs, inputs = _MARKOV_PROJECTIONS[draft.markov_head]
+        table.plain(f"{last}.markov_head.{name}.weight", "BF16", outputs * rank, inputs * rank + hidden)
+        table.plain(f"{last}.markov_head.{name}.bias", "BF16", outputs * rank)
     table.plain(f"{last}.confidence_head.proj.weight", "BF16", 1, hidden + rank)
     if draft.variant is Variant.V4:
         _add_head_collapse(table, f"{last}.", hidden)

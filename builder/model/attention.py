@@ -97,8 +97,8 @@ class DraftBlockAttention(LatentAttention):
     config: DraftConfig
 
     def forward(self, x: Tensor, positions: Tensor, slots: Tensor, ring: Tensor) -> Tensor:
-        """x [R * B, H], positions and slots [R], ring [S, W, D] -> partial output [R * B, H]."""
-        block = (-1, self.config.block_size)
+        """x [R * rows, H], positions and slots [R], ring [S, W, D] -> partial output [R * rows, H]."""
+        block = (-1, self.config.block_rows)
         attended = DRAFT_ATTENTION(
             self.query(x).unflatten(0, block),
             self.key_value(x).unflatten(0, block),

@@ -1,8 +1,12 @@
 """The DSpark draft network (spec sections 3.2 to 5.3).
 
 One call advances every request: the captured target rows of its last step become entries of the
-stages' rings, and a block of B rows - the anchor and B - 1 noise tokens - is drafted against them.
+stages' rings, and a block of rows - the anchor and noise tokens - is drafted against them.
 Draft rows carry no target state themselves; what the target knows arrives through the rings alone.
+
+Most drafts have B rows for B tokens, row 0 (the anchor) predicting the first of them. A draft that does not
+sample from the anchor has B + 1, and row 0 predicts nothing. Either way the block begins at the anchor's
+position, and the token in front of slot i, and so its bias and its noise, are the same.
 """
 
 from __future__ import annotations
@@ -26,8 +30,12 @@ from .hyper_connections import (
     register_hc_head,
 )
 from .layers import Fp8Linear, RmsNorm, Table
-from .markov import MarkovHead, MarkovOptions, draft_block, sample_tokens
+from .markov import MarkovHead, MarkovOptions, draft_block, transform_logits
+from .markov_parallel import Loop, LoopPlan, split_by_requests, split_by_vocabulary, vocabulary_shard
 from .moe import MoE
+
+Keys = tuple[Tensor, Tensor, Tensor]
+"""Positions, temperature and seeds of a sampling draft's requests."""
 
 
 class ConfidenceHead(nn.Module):
@@ -45,8 +53,8 @@ class ConfidenceHead(nn.Module):
 class Stage(HyperConnectedLayer):
     """One draft layer; the first also projects the target features, the last holds the heads."""
 
-    def __init__(self, index: int, config: DraftConfig, context: BuildContext, markov: MarkovOptions):
-        super().__init__(f"stage{index}", config, context)
+    def __init__(self, index: int, config: DraftConfig, context: BuildContext):
+        super().__init__(f"stage{index}", config, context, first=index == 0)
         self.attn = DraftBlockAttention(config, context)
         self.ffn = MoE(config, context)
         eps, hidden = config.rms_norm_eps, config.hidden_size
@@ -55,7 +63,7 @@ class Stage(HyperConnectedLayer):
             self.main_norm = RmsNorm(hidden, eps, context.dtype)
         if index == config.num_stages - 1:
             self.norm = RmsNorm(hidden, eps, context.dtype)
-            self.markov_head = MarkovHead(config, context, markov.head)
+            self.markov_head = MarkovHead(config, context)
             self.confidence_head = ConfidenceHead(config, context)
             register_hc_head(self, config)
 
@@ -63,8 +71,8 @@ class Stage(HyperConnectedLayer):
 class DraftModel(nn.Module):
     """The rank-local draft; parameters carry the released names (``mtp.{stage}.*``, embed, head).
 
-    ``markov`` and ``sampler``, which chooses the tokens of a sampling draft, are for the torch session; an
-    engine has neither.
+    ``markov`` but for its noise, ``loops`` and ``sampler``, which chooses the tokens of a sampling draft in place
+    of the operation, are for the torch session; an engine has none of them.
     """
 
     def __init__(
@@ -74,19 +82,21 @@ class DraftModel(nn.Module):
         *,
         sampling: bool = False,
         markov: MarkovOptions | None = None,
+        loops: LoopPlan | None = None,
     ):
         super().__init__()
-        self.config, self.context, self.sampling = config, context, sampling
-        self.markov = (markov or MarkovOptions()).checked(config.vocab_size)
-        self.sampler: Sampler = sample_tokens
+        self.config, self.context, self.sampling, self.loops = config, context, sampling, loops
+        self.markov = (markov or MarkovOptions()).checked(config)
+        self.sampler: Sampler | None = None
         self.embed = Table(config.vocab_size, config.hidden_size, dtype=context.dtype)
         self.head = Table(config.vocab_size, config.hidden_size, dtype=context.dtype)
-        self.mtp = nn.ModuleList(Stage(s, config, context, self.markov) for s in range(config.num_stages))
+        self.mtp = nn.ModuleList(Stage(s, config, context) for s in range(config.num_stages))
 
     @property
     def plain_sampling(self) -> bool:
         """Whether the MarkovSampling operation, and so an engine, can choose the tokens."""
-        return self.markov.released and self.sampler is sample_tokens
+        known = self.config.markov_head == "vanilla" and not self.config.transforms_logits
+        return known and self.markov.plain and self.sampler is None
 
     def forward(
         self,
@@ -100,7 +110,7 @@ class DraftModel(nn.Module):
         mailbox: Tensor | None = None,
         temperature: Tensor | None = None,
         seeds: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Draft one block a request.
 
         Args:
@@ -113,12 +123,12 @@ class DraftModel(nn.Module):
 
         Returns:
             draft tokens [R, B] int32, confidence [R, B] float32 before the sigmoid, corrected logits
-            [R, B, V] float32 before the temperature, and the updated rings.
+            [R, B, V] float32 before the temperature, and the updated rings. There are logits with ``sampling``,
+            unless ``loops`` split them, and for a probe.
         """
         config, probe = self.config, self.context.probe
         stages = cast("list[Stage]", list(self.mtp))
         first, last = stages[0], stages[-1]
-        block = (-1, config.block_size)
         main_x = first.main_norm(first.main_proj(target_features))
         probe("main_x", main_x)
         rings = []
@@ -129,7 +139,7 @@ class DraftModel(nn.Module):
                 probe(f"{stage.name}_context_kv", stage.attn.cached(kv, feature_positions))
             rings.append(stage.attn.insert(kv, feature_positions, feature_slots, ring))
 
-        noise = torch.full_like(anchor_ids, config.noise_token_id).unsqueeze(1).expand(-1, config.block_size - 1)
+        noise = torch.full_like(anchor_ids, config.noise_token_id).unsqueeze(1).expand(-1, config.block_rows - 1)
         ids = torch.cat((anchor_ids.unsqueeze(1), noise), 1).flatten()
         chain = StreamChain(config, self.context, () if mailbox is None else (mailbox,))
         state: Streams | None = None
@@ -148,33 +158,86 @@ class DraftModel(nn.Module):
         assert state is not None
         state = chain.leave(state, partial)
         probe(f"{last.name}_streams", state.values)
-        hidden = collapse_head(last, state, config)
-        probe("hidden_prenorm", hidden.unflatten(0, block))
+        hidden = collapse_head(last, state, config).unflatten(0, (-1, config.block_rows))
+        if not config.sample_from_anchor:
+            hidden = hidden[:, 1:]
+        probe("hidden_prenorm", hidden)
+        keys = cast("Keys", (positions, temperature, seeds)) if self.sampling else None
+        return *self._sample(last, hidden, anchor_ids, keys), rings
 
-        table = self.head.weight if self.markov.draft_ids is None else self.head.weight[list(self.markov.draft_ids)]
-        base_logits = logits(hidden, last.norm, table).unflatten(0, block)
+    def _sample(
+        self, last: Stage, hidden: Tensor, anchor_ids: Tensor, keys: Keys | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, confidence and, where they are wanted, corrected logits of the sampled rows [R, B, H]."""
+        config, probe, options = self.config, self.context.probe, self.markov
+        if (loop := self._loop(anchor_ids)) is not Loop.WHOLE:
+            return (*self._sample_split(loop, last, hidden, anchor_ids, keys), None)
+        table = self.head.weight if options.draft_ids is None else self.head.weight[list(options.draft_ids)]
+        base_logits = transform_logits(config, self._logits(last, hidden, table))
         probe("base_logits", base_logits)
+        corrected: Tensor | None = None
         if self.plain_sampling:
-            tokens, features, corrected = MARKOV_SAMPLING(
-                base_logits,
-                anchor_ids,
-                last.markov_head.embed.weight,
-                last.markov_head.head.weight,
-                *((positions, temperature, seeds) if self.sampling else ()),
-                block_size=config.block_size,
-                sampling=self.sampling,
-            )
+            wanted = self.sampling or self.context.probing
+            tokens, features, *written = self._operation(last, base_logits, anchor_ids, keys, write_logits=wanted)
+            corrected = written[0] if wanted else None
         else:
-            assert not self.sampling or (temperature is not None and seeds is not None)
+            normed = last.norm(hidden)
             tokens, features, corrected = draft_block(
-                last.markov_head,
-                self.markov,
-                base_logits,
-                last.norm(hidden).unflatten(0, block),
-                anchor_ids,
-                (positions, temperature, seeds) if self.sampling else None,  # type: ignore[arg-type]
-                sampler=self.sampler,
+                last.markov_head, options, base_logits, normed, anchor_ids, keys, sampler=self.sampler
             )
-        probe("corrected_logits", corrected)
-        confidence = last.confidence_head(hidden.unflatten(0, block), features)
-        return tokens, confidence, corrected, rings
+        if corrected is not None:
+            probe("corrected_logits", corrected)
+        return tokens, last.confidence_head(hidden, features), corrected
+
+    def _loop(self, anchor_ids: Tensor) -> Loop:
+        """An engine, a probe and a sampler of the caller's want the whole loop, whatever was planned."""
+        if self.loops is None or self.sampler or self.context.probing or torch.onnx.is_in_onnx_export():
+            return Loop.WHOLE
+        return self.loops.loop(len(anchor_ids))
+
+    def _sample_split(
+        self, loop: Loop, last: Stage, hidden: Tensor, anchor_ids: Tensor, keys: Keys | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and confidence of all requests from this rank's part of the base logits."""
+        plan, vocab = cast("LoopPlan", self.loops), self.config.vocab_size
+        place = {"tp_size": plan.tp_size, "rank": plan.rank}
+        base_logits = self._logits(last, hidden, vocabulary_shard(self.head.weight, **place))
+        if loop is Loop.BY_REQUESTS:
+
+            def own_block(whole: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+                own_keys = cast("Keys", tuple(key[rows] for key in keys)) if keys else None
+                tokens, features = self._operation(last, whole, anchor_ids[rows], own_keys, write_logits=False)
+                return tokens, last.confidence_head(hidden[rows], features)
+
+            return split_by_requests(base_logits, vocab, own_block, **place)
+        shard = vocabulary_shard(last.markov_head.head.weight, **place)
+        tokens, features = split_by_vocabulary(
+            base_logits,
+            vocab,
+            last.markov_head.embed.weight,
+            shard,
+            anchor_ids,
+            keys,
+            float64_noise=self.markov.float64_noise,
+            **place,
+        )
+        return tokens, last.confidence_head(hidden, features)
+
+    def _logits(self, last: Stage, hidden: Tensor, table: Tensor) -> Tensor:
+        return logits(hidden.flatten(0, 1), last.norm, table).unflatten(0, (-1, self.config.block_size))
+
+    def _operation(
+        self, last: Stage, base_logits: Tensor, anchor_ids: Tensor, keys: Keys | None, *, write_logits: bool
+    ) -> tuple[Tensor, ...]:
+        tables = (last.markov_head.embed.weight, last.markov_head.head.weight)
+        outputs: tuple[Tensor, ...] = MARKOV_SAMPLING(
+            base_logits,
+            anchor_ids,
+            *tables,
+            *(keys or ()),
+            block_size=self.config.block_size,
+            sampling=keys is not None,
+            float64_noise=keys is not None and self.markov.float64_noise,
+            write_logits=write_logits,
+        )
+        return outputs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...plugins.hc_collapse import HC_COLLAPSE
 from ...plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
-from ...plugins.mhc_coefficients import MHC_COEFFICIENTS, project_streams
+from ...plugins.mhc_coefficients import MHC_COEFFICIENTS, project_streams, sum_over_streams
 from ...plugins.numerics import matmul, pointwise
 from ..config import HC_MULT, ModelConfig, Variant
 from .context import BuildContext
@@ -32,6 +32,7 @@ class Sublayer:
 
     name: str
     fn: Tensor
+    """[24, 4H], or summed over equal streams [24, H]."""
     scale: Tensor
     base: Tensor
     norm: RmsNorm
@@ -78,6 +79,8 @@ class StreamChain:
             *self.mailbox,
             tp_size=tp,
             norm_eps=self.config.rms_norm_eps,
+            quant_width=0,
+            swizzled_tiles=0,
         )
         self.context.probe(f"{sublayer.name}_in", hidden)
         return self._coefficients(values, sublayer), normed
@@ -112,11 +115,19 @@ class StreamChain:
 
 
 class HyperConnectedLayer(nn.Module):
-    """A layer's two sublayers: norms and coefficient parameters under their released names."""
+    """A layer's two sublayers: norms and coefficient parameters under their released names.
 
-    def __init__(self, name: str, config: ModelConfig, context: BuildContext):
+    The attention of a network's ``first`` layer reads four equal streams. :meth:`eval` takes the sum of its fn over
+    them, and with it the shortcut of MhcCoefficients; weights that are loaded later need another :meth:`eval`. A module
+    in training takes no shortcut.
+    """
+
+    hc_attn_fn_sum: Tensor | None
+
+    def __init__(self, name: str, config: ModelConfig, context: BuildContext, *, first: bool = False):
         super().__init__()
-        self.name = name
+        self.name, self.first = name, first
+        self.register_buffer("hc_attn_fn_sum", None, persistent=False)
         rows = (2 + HC_MULT) * HC_MULT
         for kind in ("attn", "ffn"):
             setattr(self, f"hc_{kind}_fn", frozen(rows, HC_MULT * config.hidden_size, dtype=torch.float32))
@@ -124,9 +135,17 @@ class HyperConnectedLayer(nn.Module):
             setattr(self, f"hc_{kind}_scale", frozen(3, dtype=torch.float32))
             setattr(self, f"{kind}_norm", RmsNorm(config.hidden_size, config.rms_norm_eps, context.dtype))
 
+    def train(self, mode: bool = True) -> HyperConnectedLayer:
+        super().train(mode)
+        with torch.no_grad():
+            self.hc_attn_fn_sum = None if mode or not self.first else sum_over_streams(self.hc_attn_fn)
+        return self
+
     def sublayer(self, kind: str) -> Sublayer:
         """``kind`` is "attn" or "ffn"."""
         fn, scale, base = (getattr(self, f"hc_{kind}_{part}") for part in ("fn", "scale", "base"))
+        if kind == "attn" and self.hc_attn_fn_sum is not None:
+            fn = self.hc_attn_fn_sum
         return Sublayer(f"{self.name}_{kind}", fn, scale, base, getattr(self, f"{kind}_norm"))
 
 

@@ -4,6 +4,7 @@ Released drafts have a plain bias W2 . W1[previous token] over the target's voca
 engines compute. Here the same loop takes, in torch and for the torch session only:
 
 * heads whose bias also depends on the slot's hidden row (gated) or on all slots before (rnn), spec 5.1;
+* a scale and a cap of the logits, which the bias goes through as well or not;
 * a reduced draft vocabulary: logits of some of the target's tokens. The loop continues in the target's
   vocabulary, with -inf for the others, so that noise, ties and draft logits are those of target ids;
 * the top-k approximation: each slot's candidates are the k largest base logits, picked before the bias is
@@ -15,27 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ...plugins.markov_sampling import DRAFT_SALT, Sampler, noisy_scores
+from ...plugins.markov_sampling import DRAFT_SALT, Sampler, draw
 from ...plugins.numerics import first_argmax, matmul, pointwise
 from ..config import ConfigError, DraftConfig
 from .context import BuildContext
 from .layers import Table, frozen
 
-HeadKind = Literal["vanilla", "gated", "rnn"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovOptions:
-    """What differs from the released drafts; anything that does keeps a draft out of engines."""
+    """How a draft chooses its tokens; what the MarkovSampling operation does not have keeps it out of engines."""
 
-    head: HeadKind = "vanilla"
-    logit_scale: float = 1.0
-    """Factor of the bias."""
+    float64_noise: bool = False
+    """Of a sampling draft, as the operation has it."""
     top_k: int = 0
     """Candidates a slot; 0 is all of them."""
     bigrams: int = 0
@@ -43,9 +41,10 @@ class MarkovOptions:
     draft_ids: Sequence[int] | None = None
     """The target ids of a reduced draft vocabulary, in its order; None is the target's."""
 
-    def checked(self, vocab_size: int) -> MarkovOptions:
-        """Raise :class:`ConfigError` unless the options fit together and a target of ``vocab_size`` tokens."""
-        size, problems = vocab_size, []
+    def checked(self, draft: DraftConfig) -> MarkovOptions:
+        """Raise :class:`ConfigError` unless the options fit together and ``draft``."""
+        vocab_size = size = draft.vocab_size
+        problems = []
         if self.draft_ids is not None:
             ids, size = list(self.draft_ids), len(self.draft_ids)
             outside = [i for i in ids if not 0 <= i < vocab_size]
@@ -58,16 +57,16 @@ class MarkovOptions:
             problems.append(f"top_k is {self.top_k}, expected 0..{size}, the draft's vocabulary")
         if not 0 <= self.bigrams <= size or (self.bigrams and not self.top_k):
             problems.append(f"bigrams is {self.bigrams}, expected 0..{size} beside a top_k")
-        if self.bigrams and self.head != "vanilla":
-            problems.append(f"bigrams need a bias of the previous token alone, the head is {self.head}")
+        if self.bigrams and draft.markov_head != "vanilla":
+            problems.append(f"bigrams need a bias of the previous token alone, the head is {draft.markov_head}")
         if problems:
             raise ConfigError("; ".join(problems))
         return self
 
     @property
-    def released(self) -> bool:
-        """Whether the MarkovSampling operation computes this."""
-        return self == MarkovOptions()
+    def plain(self) -> bool:
+        """Whether the MarkovSampling operation has all of this."""
+        return self == MarkovOptions(float64_noise=self.float64_noise)
 
 
 def draft_offsets_to_ids(offsets: Tensor) -> list[int]:
@@ -75,18 +74,38 @@ def draft_offsets_to_ids(offsets: Tensor) -> list[int]:
     return [draft + offset for draft, offset in enumerate(offsets.tolist())]
 
 
+def transform_logits(config: DraftConfig, logits: Tensor) -> Tensor:
+    """A draft's logits after its scale and its cap, in this order."""
+    if config.logit_scale != 1:
+        logits = config.logit_scale * logits
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * pointwise(torch.tanh, logits / config.logit_softcap)
+    return logits
+
+
+class Projection(Table):
+    """A linear layer with a bias, float32 out."""
+
+    def __init__(self, outputs: int, inputs: int, context: BuildContext):
+        super().__init__(outputs, inputs, dtype=context.dtype)
+        self.bias = frozen(outputs, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return matmul(x, self.weight.to(x.dtype)) + self.bias
+
+
 class MarkovHead(nn.Module):
     """The tables of the bias behind a token, and what gated and rnn heads have beside them."""
 
-    def __init__(self, config: DraftConfig, context: BuildContext, kind: HeadKind = "vanilla"):
+    def __init__(self, config: DraftConfig, context: BuildContext):
         super().__init__()
-        self.kind, rank = kind, config.markov_rank
+        self.config, rank, hidden = config, config.markov_rank, config.hidden_size
         self.embed = Table(config.vocab_size, rank, dtype=context.dtype)
         self.head = Table(config.vocab_size, rank, dtype=context.dtype)
-        if kind != "vanilla":
-            inputs, outputs = (2 * rank, 3 * rank) if kind == "rnn" else (rank, rank)
-            self.mix = Table(outputs, inputs + config.hidden_size, dtype=context.dtype)
-            self.mix_bias = frozen(outputs, dtype=torch.float32)
+        if config.markov_head == "gated":
+            self.gate_proj = Projection(rank, hidden + rank, context)
+        elif config.markov_head == "rnn":
+            self.joint_proj = Projection(3 * rank, 2 * rank + hidden, context)
 
     def step(self, feature: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What W2 is applied to at one slot, and the state for the next.
@@ -94,21 +113,21 @@ class MarkovHead(nn.Module):
         Args:
             feature: [n, rank] W1 of the previous token; hidden: [n, H] the slot's row; state: [n, rank] float32.
         """
-        if self.kind == "vanilla":
+        if self.config.markov_head == "vanilla":
             return feature, None
-        if self.kind == "gated":
-            gate = matmul(torch.cat((hidden, feature), -1), self.mix.weight) + self.mix_bias
+        if self.config.markov_head == "gated":
+            gate = self.gate_proj(torch.cat((hidden, feature), -1))
             return pointwise(torch.sigmoid, gate) * feature.float(), None
         memory = torch.zeros_like(feature, dtype=torch.float32) if state is None else state
         joined = torch.cat((memory, feature.float(), hidden.float()), -1)
-        gate, content, output = (matmul(joined, self.mix.weight.float()) + self.mix_bias).chunk(3, -1)
+        gate, content, output = self.joint_proj(joined).chunk(3, -1)
         gate = pointwise(torch.sigmoid, gate)
         return pointwise(torch.tanh, output), gate * memory + (1 - gate) * pointwise(torch.tanh, content)
 
-
-def sample_tokens(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
-    """The sampler of the MarkovSampling operation."""
-    return first_argmax(noisy_scores(logits, temperature, seeds, positions, salt=salt))
+    def bias(self, mixed: Tensor, table: Tensor) -> Tensor:
+        """[n, Vd] float32 of what :meth:`step` gave and the rows [Vd, rank] of W2."""
+        bias = matmul(mixed, table)
+        return transform_logits(self.config, bias) if self.config.apply_output_logit_transform else bias
 
 
 def draft_block(
@@ -119,20 +138,23 @@ def draft_block(
     anchor_ids: Tensor,
     keys: tuple[Tensor, Tensor, Tensor] | None = None,
     *,
-    sampler: Sampler = sample_tokens,
+    sampler: Sampler | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the MarkovSampling operation: tokens [R, B], features [R, B, rank], corrected logits [R, B, V].
 
     Args:
-        base_logits: [R, B, Vd] float32 of the draft's vocabulary; hidden: [R, B, H] normed rows, for gated and rnn.
+        base_logits: [R, B, Vd] float32 of the draft's vocabulary, after the transform that the draft may have.
+        hidden: [R, B, H] normed rows, for gated and rnn heads.
         keys: positions, temperature and seeds of a sampling draft; without, tokens are the argmax.
-        sampler: chooses the tokens; it gets the draw's key and may change the logits that are returned.
+        sampler: chooses the tokens in place of the operation's; it gets the draw's key and may change the logits
+            that are returned.
     """
     vocab = head.embed.weight.shape[0]
     ids = None if options.draft_ids is None else torch.tensor(options.draft_ids, device=base_logits.device)
     table = head.head.weight if ids is None else head.head.weight[ids]
     kept = largest(base_logits, options.top_k) if options.top_k else None
     static = largest(matmul(head.embed.weight, table), options.bigrams) if options.bigrams else None
+    choose: Sampler = sampler or partial(draw, float64=options.float64_noise)
     previous, state = anchor_ids, None
     tokens: list[Tensor] = []
     features: list[Tensor] = []
@@ -140,8 +162,7 @@ def draft_block(
     for i, base in enumerate(base_logits.unbind(1)):
         feature = head.embed.weight[previous.long()]
         mixed, state = head.step(feature, hidden[:, i], state)
-        bias = matmul(mixed, table)
-        logits = base + (bias if options.logit_scale == 1 else options.logit_scale * bias)
+        logits = base + head.bias(mixed, table)
         if kept is not None:
             allowed = kept[:, i] if static is None else kept[:, i] | static[previous.long()]
             logits = torch.where(allowed, logits, -torch.inf)
@@ -151,7 +172,7 @@ def draft_block(
             previous = first_argmax(logits)
         else:
             positions, temperature, seeds = keys
-            previous = sampler(logits, temperature, seeds, positions + i, salt=DRAFT_SALT)
+            previous = choose(logits, temperature, seeds, positions + i, salt=DRAFT_SALT)
         tokens.append(previous)
         features.append(feature)
         corrected.append(logits)

@@ -10,12 +10,14 @@ it (16-bit tables, see ``numerics``), and their shapes depend on the number of r
 * by vocabulary: every rank runs the loop on its shard, with its rows of W2. A slot's winners travel as
   (value, id) pairs, one exchange a slot; the largest value wins, of equals the lowest id.
 
-Neither has the whole corrected logits on every rank.
+Neither has the whole corrected logits on every rank. :func:`plan_loops` says when a network has them.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,43 +25,100 @@ from torch import Tensor
 from ...plugins.collective import gather_ranks
 from ...plugins.markov_sampling import DRAFT_SALT, noisy_scores
 from ...plugins.numerics import first_argmax, matmul
+from ..config import DraftConfig
 from .markov import MarkovOptions
 
 OwnBlock = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Whole base logits [n, B, V] and the requests [n] they belong to -> tokens [n, B] int32, confidence [n, B] float32."""
 
 
-def why_not_sharded(
-    options: MarkovOptions, *, draft_logits: bool = False, online_acceptance: bool = False, own_sampler: bool = False
-) -> str | None:
-    """One line on why the loop can't be split over ranks; None if it can."""
-    if draft_logits:
-        return "the draft logits are wanted on every rank, a split loop has them in parts"
-    if online_acceptance:
-        return (
-            "the online acceptance estimator is on, a split loop gathers the confidence head's values, which exclude it"
-        )
-    if options.top_k:
-        return "top-k Markov picks its candidates from the whole vocabulary"
-    if options.head != "vanilla":
-        return f"the {options.head} head has a loop of its own"
-    if options.draft_ids is not None:
-        return "the head of a reduced draft vocabulary is not sharded"
-    if own_sampler:
-        return "a sampler of the caller's own chooses the tokens"
-    return None
+class Loop(enum.Enum):
+    WHOLE = "every rank runs the whole loop"
+    BY_REQUESTS = "each rank runs the loop of its requests"
+    BY_VOCABULARY = "each rank runs the loop on its part of the vocabulary"
 
 
-def owned_requests(requests: int, tp_size: int) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class LoopPlan:
+    """Which loop a rank runs, by number of requests; for networks in torch, as an engine has the whole loop only."""
+
+    tp_size: int
+    rank: int
+    vocabulary_from: int = 0
+    """Requests from which the loop is split by vocabulary; 0 is never."""
+    requests_from: int = 0
+    """Requests from which it is split by requests instead; 0 is never."""
+    reason: str = ""
+    """Why the loop is never split, where it could not be."""
+
+    def loop(self, requests: int) -> Loop:
+        if 0 < self.requests_from <= requests:
+            return Loop.BY_REQUESTS
+        return Loop.BY_VOCABULARY if 0 < self.vocabulary_from <= requests else Loop.WHOLE
+
+    def __str__(self) -> str:
+        starts = ((self.vocabulary_from, Loop.BY_VOCABULARY), (self.requests_from, Loop.BY_REQUESTS))
+        split = [f"from {start} requests on {loop.value}" for start, loop in starts if start]
+        if self.reason:
+            return f"{Loop.WHOLE.value}: {self.reason}"
+        return "; ".join(split) or f"{Loop.WHOLE.value}: both thresholds are 0"
+
+
+def plan_loops(
+    draft: DraftConfig,
+    options: MarkovOptions,
+    *,
+    tp_size: int,
+    rank: int,
+    vocabulary_from: int,
+    requests_from: int,
+    draft_logits: bool = False,
+    online_acceptance: bool = False,
+) -> LoopPlan:
+    """The loops of a draft: split from these numbers of requests on, or never and one line that says why.
+
+    Args:
+        draft_logits: every rank needs the corrected logits, for the verification of sampled drafts.
+        online_acceptance: acceptance is estimated while decoding, in place of the confidence head.
+    """
+    reason = ""
+    if tp_size == 1:
+        reason = "there is one"
+    elif draft_logits:
+        reason = "every rank keeps the draft logits, a split loop has them in parts"
+    elif online_acceptance:
+        reason = "the online acceptance estimator is on, which excludes the confidence that a split loop gathers"
+    elif options.top_k:
+        reason = "top-k Markov picks its candidates from the whole vocabulary"
+    elif draft.markov_head != "vanilla":
+        reason = f"the {draft.markov_head} head has a loop of its own"
+    elif draft.transforms_logits:
+        reason = "a draft that transforms its logits has a loop of its own"
+    elif options.draft_ids is not None:
+        reason = "the head of a reduced draft vocabulary is not sharded"
+    if reason:
+        return LoopPlan(tp_size=tp_size, rank=rank, reason=reason)
+    return LoopPlan(tp_size=tp_size, rank=rank, vocabulary_from=vocabulary_from, requests_from=requests_from)
+
+
+def vocabulary_shard(table: Tensor, tp_size: int, rank: int) -> Tensor:
+    """This rank's ceil(V / tp) rows of a table [V, n]; zeros are beyond its end."""
+    width = -(-len(table) // tp_size)
+    rows = table[rank * width : (rank + 1) * width]
+    return rows if len(rows) == width else torch.nn.functional.pad(rows, (0, 0, 0, width - len(rows)))
+
+
+def owned_requests(requests: int, tp_size: int, device: torch.device | None = None) -> Tensor:
     """[tp, ceil(R / tp)] requests of each rank, i mod tp, with -1 where a rank has fewer."""
     per_rank = -(-requests // tp_size)
-    order = torch.arange(tp_size).unsqueeze(1) + tp_size * torch.arange(per_rank)
+    ranks, places = (torch.arange(n, device=device) for n in (tp_size, per_rank))
+    order = ranks.unsqueeze(1) + tp_size * places
     return torch.where(order < requests, order, -1)
 
 
-def gathered_rows(requests: int, tp_size: int) -> Tensor:
+def gathered_rows(requests: int, tp_size: int, device: torch.device | None = None) -> Tensor:
     """[R] where each request stands in the gathered [tp * ceil(R / tp)] rows of all owners."""
-    index = torch.arange(requests)
+    index = torch.arange(requests, device=device)
     return (index % tp_size) * -(-requests // tp_size) + index // tp_size
 
 
@@ -68,7 +127,7 @@ def split_by_requests(
 ) -> tuple[Tensor, Tensor]:
     """Tokens and confidence [R, B] of all requests, each computed by its owner."""
     requests, block, _ = shard_logits.shape
-    owned = owned_requests(requests, tp_size)
+    owned = owned_requests(requests, tp_size, shard_logits.device)
     # The all-to-all, spelled as a gather of what goes to everybody. Padding sends request 0.
     sent = shard_logits[owned.clamp_min(0)]
     received = gather_ranks(sent, tp_size)[:, rank]
@@ -76,7 +135,7 @@ def split_by_requests(
     tokens, confidence = own_block(whole, owned[rank].clamp_min(0))
     # Both as 32-bit words: nothing is converted on the way.
     packed = torch.cat((tokens, confidence.contiguous().view(torch.int32)), 1)
-    rows = gather_ranks(packed, tp_size).flatten(0, 1)[gathered_rows(requests, tp_size)]
+    rows = gather_ranks(packed, tp_size).flatten(0, 1)[gathered_rows(requests, tp_size, packed.device)]
     return rows[:, :block], rows[:, block:].contiguous().view(torch.float32)
 
 
@@ -90,6 +149,7 @@ def split_by_vocabulary(
     *,
     tp_size: int,
     rank: int,
+    float64_noise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [R, B] int32 and features [R, B, rank of W1]; ``head_shard`` [V / tp, rank of W2] are this rank's rows.
 
@@ -97,7 +157,7 @@ def split_by_vocabulary(
         keys: positions, temperature and seeds of a sampling draft.
     """
     width = shard_logits.shape[-1]
-    ids = rank * width + torch.arange(width)
+    ids = rank * width + torch.arange(width, device=shard_logits.device)
     previous = anchor_ids
     tokens, features = [], []
     for i, base in enumerate(shard_logits.unbind(1)):
@@ -105,14 +165,16 @@ def split_by_vocabulary(
         scores = base + matmul(feature, head_shard)
         if keys is not None:
             positions, temperature, seeds = keys
-            scores = noisy_scores(scores, temperature, seeds, positions + i, salt=DRAFT_SALT, ids=ids)
+            own = positions + i
+            scores = noisy_scores(scores, temperature, seeds, own, salt=DRAFT_SALT, ids=ids, float64=float64_noise)
         scores = torch.where(scores.isnan() | (ids >= vocab_size), -torch.inf, scores)
         local = first_argmax(scores)
         value = scores.gather(1, local.long().unsqueeze(1))
         # The id is a word of its own beside the value: as a float it would be exact below 2^24 only.
         pair = torch.cat((value.view(torch.int32), (local + rank * width).unsqueeze(1)), 1)
         gathered = gather_ranks(pair, tp_size)
-        values, winners = gathered[..., :1].contiguous().view(torch.float32)[..., 0], gathered[..., 1]
+        words, winners = gathered[..., :-1].clone(memory_format=torch.contiguous_format), gathered[..., -1]
+        values = words.view(scores.dtype)[..., 0]
         # Ranks are in order of ids, so the first of equal values has the lowest.
         owner = first_argmax(values.T)
         previous = winners.T.gather(1, owner.long().unsqueeze(1)).squeeze(1)

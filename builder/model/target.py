@@ -37,7 +37,7 @@ def attention_kind(config: TargetConfig, layer: int) -> type[WindowAttention]:
 
 class TargetLayer(HyperConnectedLayer):
     def __init__(self, index: int, config: TargetConfig, context: BuildContext):
-        super().__init__(f"layer{index}", config, context)
+        super().__init__(f"layer{index}", config, context, first=index == 0)
         self.attn = attention_kind(config, index)(config, context)
         self.ffn = MoE(config, context, hashed=index < config.num_hash_layers)
 

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define DSPARK_PLUGIN_ABI 1
+#define DSPARK_PLUGIN_ABI 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -73,12 +73,17 @@ typedef struct {
   void* streams_out;  // streams_out T[rows, 4, H]
   void* hidden;  // hidden T[rows, H]
   void* normed;  // normed T[rows, H]
+  void* codes;  // codes int8[rows, H], null unless quant_width > 0
+  void* scales;  // scales int8[rows, quant_width/32], null unless quant_width > 0
+  void* swizzled_scales;  // swizzled_scales int8[swizzled_tiles, 512], null unless swizzled_tiles > 0
   void* workspace;
   int64_t size_rows;
   int64_t size_H;
   int64_t size_P;
   int32_t tp_size;
   float norm_eps;
+  int32_t quant_width;
+  int32_t swizzled_tiles;
 } dspark_mhc_all_reduce_params;
 size_t dspark_mhc_all_reduce_workspace(const dspark_mhc_all_reduce_params* params);
 int dspark_mhc_all_reduce(const dspark_mhc_all_reduce_params* params, cudaStream_t stream);
@@ -239,13 +244,15 @@ typedef struct {
   const void* seeds;  // seeds int32[requests, 2], null unless sampling > 0
   void* draft_tokens;  // draft_tokens int32[requests, block_size]
   void* features;  // features T[requests, block_size, R]
-  void* corrected_logits;  // corrected_logits float32[requests, block_size, V]
+  void* corrected_logits;  // corrected_logits float32[requests, block_size, V], null unless write_logits > 0
   void* workspace;
   int64_t size_requests;
   int64_t size_V;
   int64_t size_R;
   int32_t block_size;
   int32_t sampling;
+  int32_t float64_noise;
+  int32_t write_logits;
 } dspark_markov_sampling_params;
 size_t dspark_markov_sampling_workspace(const dspark_markov_sampling_params* params);
 int dspark_markov_sampling(const dspark_markov_sampling_params* params, cudaStream_t stream);

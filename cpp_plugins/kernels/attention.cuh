@@ -11,7 +11,7 @@ namespace dspark {
 
 constexpr int kMaxRopePairs = 64;
 constexpr int kMaxHeadDim = 512;
-constexpr int kMaxQuantGroup = 128;
+constexpr int kMaxQuantGroup = 64;
 
 // How a normalised kv row becomes a cache entry (CacheAttributes).
 struct CacheFormat {
@@ -46,11 +46,26 @@ bool make_cache_format(const Params* p, CacheFormat* format) {
   return true;
 }
 
-// (cos, sin) of pair i at a position.
-__device__ __forceinline__ float2 rotation(const CacheFormat& format, int position, int i) {
-  float2 result;
-  sincosf(__fmul_rn(static_cast<float>(position), format.frequencies[i]), &result.y, &result.x);
-  return result;
+// (cos, sin) of the float32 product of a position and a frequency. The quarter turns are taken off in float64, which
+// is exact enough for every int32 position, so there is no path for large angles (the one of sincosf needs local
+// memory). On what is left, at most pi / 4, both polynomials (minimax, our fit) are within an ulp of 1.
+__device__ __forceinline__ float2 rotation(int position, float frequency) {
+  constexpr double kRoundsToInteger = 6755399441055744.0;  // 1.5 * 2^52: added, it leaves the integer in the low bits
+  constexpr double kQuarter = 1.5707963267948966, kQuarterRest = 6.123233995736766e-17;  // pi / 2 and what it lacks
+  constexpr double kPerQuarter = 0.6366197723675814;
+  const double angle = static_cast<double>(__fmul_rn(static_cast<float>(position), frequency));
+  const double shifted = fma(angle, kPerQuarter, kRoundsToInteger);
+  const double quarters = shifted - kRoundsToInteger;
+  const int quadrant = __double2loint(shifted);
+  const float x = static_cast<float>(fma(-quarters, kQuarterRest, fma(-quarters, kQuarter, angle)));
+  const float square = __fmul_rn(x, x);
+  const float sine_rest = fmaf(square, fmaf(square, -1.9517267e-4f, 8.332178e-3f), -1.6666655e-1f);
+  const float cosine_rest = fmaf(square, fmaf(square, 2.4438415e-5f, -1.3887368e-3f), 4.1666646e-2f);
+  const float sine = fmaf(__fmul_rn(square, x), sine_rest, x);
+  const float cosine = fmaf(__fmul_rn(square, square), cosine_rest, fmaf(-0.5f, square, 1.0f));
+  const bool odd = quadrant & 1;
+  const float turned_cosine = odd ? sine : cosine, turned_sine = odd ? cosine : sine;
+  return make_float2((quadrant + 1) & 2 ? -turned_cosine : turned_cosine, quadrant & 2 ? -turned_sine : turned_sine);
 }
 
 __device__ __forceinline__ float2 rotate(float even, float odd, float2 turn) {
@@ -78,41 +93,36 @@ __device__ __forceinline__ uint32_t pack(float2 pair) {
   return word;
 }
 
-// Turns one row into its cache entry, by one warp. `turns` are the row's rotations; `put(channel, vector)` stores.
-template <typename T, typename Put>
-__device__ __forceinline__ void make_cache_entry(const T* row, const CacheFormat& format, const float2* turns, Put put) {
-  constexpr int kSize = Vector<T>::kSize;
-  const int lane = threadIdx.x % kWarp;
-  for (int start = 0; start < format.head_dim; start += kWarp * kSize) {
-    const int channel = start + lane * kSize;
-    const bool inside = channel < format.head_dim;
-    Vector<T> entry{};
-    if (inside) entry = load(row + channel);
-    if (inside && channel + kSize > format.unrotated) {
+// A piece is a lane's 16 bytes of a row, `channel` the first of its channels in the row. Rotates those that RoPE
+// rotates; `turns` are the row's.
+template <typename T>
+__device__ __forceinline__ void rotate_piece(Vector<T>& piece, int channel, const CacheFormat& format,
+                                             const float2* turns) {
+  const int first = channel - format.unrotated;
+  if (first + Vector<T>::kSize <= 0) return;
 #pragma unroll
-      for (int i = 0; i < kSize; i += 2) {
-        if (channel + i < format.unrotated) continue;
-        const float2 by = turns[(channel + i - format.unrotated) / 2];
-        const float2 turned = rotate(to_float(entry.values[i]), to_float(entry.values[i + 1]), by);
-        entry.values[i] = from_float<T>(turned.x);
-        entry.values[i + 1] = from_float<T>(turned.y);
-      }
-    }
-    if (start < format.quant_width) {  // the lanes of a group are neighbours, and all take part in the exchange
-      float amax = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) amax = fmaxf(amax, fabsf(to_float(entry.values[i])));
-      for (int offset = 1; offset < format.quant_group / kSize; offset *= 2)
-        amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
-      const float scale = quantization_scale(amax);
-      if (channel < format.quant_width) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i)
-          entry.values[i] = from_float<T>(quantize_dequantize(to_float(entry.values[i]), scale));
-      }
-    }
-    if (inside) put(channel, entry);
+  for (int i = 0; i < Vector<T>::kSize; i += 2) {
+    if (first + i < 0) continue;
+    const float2 turned = rotate(to_float(piece.values[i]), to_float(piece.values[i + 1]), turns[(first + i) / 2]);
+    piece.values[i] = from_float<T>(turned.x);
+    piece.values[i + 1] = from_float<T>(turned.y);
   }
+}
+
+// Rounds a rotated piece as the cache does. Called by whole warps, the lanes of a group being neighbours.
+template <typename T>
+__device__ __forceinline__ void round_piece(Vector<T>& piece, int channel, const CacheFormat& format) {
+  if (format.quant_width == 0) return;
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kSize; ++i) amax = fmaxf(amax, fabsf(to_float(piece.values[i])));
+  for (int offset = 1; offset < format.quant_group / Vector<T>::kSize; offset *= 2)
+    amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+  const float scale = quantization_scale(amax);
+  if (channel >= format.quant_width) return;
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kSize; ++i)
+    piece.values[i] = from_float<T>(quantize_dequantize(to_float(piece.values[i]), scale));
 }
 
 }  // namespace dspark

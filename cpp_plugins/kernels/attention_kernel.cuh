@@ -1,290 +1,346 @@
 // Attention with sinks over a ring cache, one KV head that is key and value (plugins/attention.py sink_attention).
 //
-// A group of query rows shares its keys: all rows of a request's block (draft) or all heads of a row (target). Keys
-// are numbered as the reference orders them: window ring entries, then the block's own rows. They pass in blocks of
-// 64 through shared memory, up to three blocks under way at once; for each block: scores, running maximum,
-// probabilities rounded to T, weighted sum. Keys that are not valid are zeros there, whatever the cache holds.
-//
-// 16-bit kernel: a block of 256 threads serves kTiles tiles of 16 query rows, 8 / kTiles warps each. For the scores
-// a warp holds its tile's queries in registers and takes 8 kTiles keys of a block; for the weighted sum it takes
-// 64 kTiles channels. The order of channels inside a dot product is free: in 64 channels, lane (g, t) holds
-// channels 16 t .. 16 t + 15 of rows g and g + 8, so queries and keys come in 16-byte pieces as they are stored.
-// Key rows lie 16 bytes further apart than they are long, which leaves both kinds of access without bank conflicts.
-//
-// float32 kernel: one warp a query row, no matrix instructions; for comparisons, not for speed.
+// 16-bit kernel. A cluster of blocks serves a tile of 16 query rows; each block has its own slices of 64 channels, of
+// the queries, the keys and the result, so every byte is loaded once a tile and the loads of a tile are spread over
+// eight multiprocessors. Everything that does not depend on a loaded value is loaded at once; then the keys, which
+// depend on the slot. Keys pass in chunks of up to 192 (a released window and its block are one chunk):
+//   1. each block multiplies its channels of the queries with those of the keys and sends each of the 16 rows of
+//      partial scores to the block that owns the row (ClusterMail);
+//   2. the owner adds the partial scores in channel order and goes through the reference's blocks of 64 keys, a warp
+//      a block of a row: running maximum, probabilities relative to it, rounded to T, their sum. These and the
+//      factors for what came before go to all blocks;
+//   3. each block adds probabilities times keys to its channels of the result, a warp 8 of each slice: one sum a
+//      block of keys, joined with the factors as the reference does.
+// Keys that are not valid are zeros in shared memory, whatever the cache holds. All of a row's arithmetic depends on
+// the shape of the tensors and on the device, never on the other rows. Without clusters (before Hopper, or a head
+// dimension of an odd number of slices) one block has all slices. Shared rows lie 16 bytes further apart than they are
+// long, which leaves ldmatrix without bank conflicts.
 #pragma once
 
-#include "attention.cuh"
+#include "attention_float_kernel.cuh"
+#include "cluster_mail.cuh"
 
 namespace dspark {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kKeyBlock = 64;
 constexpr int kTileRows = 16;
-constexpr int kSpan = 64;                       // channels that a warp's lanes hold together
-constexpr int kSpans = kMaxHeadDim / kSpan;
-constexpr int kScorePitch = kKeyBlock + 8;      // of scores and probabilities, in elements
-constexpr int kMaxStages = 3;
-constexpr int kMaxOwnRows = 16;
+constexpr int kSpan = 64;  // channels of a slice
+constexpr int kMaxSlices = kMaxHeadDim / kSpan;
+constexpr int kChunkBlocks = 3;
+constexpr int kKeyStep = 32;  // keys that one ldmatrix of values takes; chunks are filled up to a multiple
+constexpr int kChunkSteps = kChunkBlocks * kKeyBlock / kKeyStep;
 
-struct AttentionProblem {
-  const void* q;         // [groups, rows, head_dim]
-  const void* own;       // [groups, own_rows, head_dim], not rotated, not rounded
-  const int32_t* positions;  // [groups], of the first row
-  const int32_t* slots;  // [groups]
-  const void* ring;      // [slot_count, ring_rows, head_dim]
-  const float* sink;     // [heads]
-  void* attended;        // as q
-  int groups;
-  int rows;              // of a group: positions of the group times heads
-  int heads;
-  int window;            // ring entries that count
-  int own_rows;          // keys behind them; 0 without kOwn
-  int ring_rows;
-  int64_t slot_count;
-  int stages;            // key blocks that shared memory holds
-  float scale;
-  CacheFormat format;
+// The boxes of a block's mail.
+constexpr int kScores = 0, kWeights = 1;
+
+struct TileState {
+  ClusterMail<2>::Storage mail;
+  int steps[kTileRows];           // of a row: its position is the group's plus this
+  float sinks[kTileRows];
+  // Of an owned row: the maximum of each block of keys, and of all blocks so far; rounds take turns.
+  float maxima[2][kChunkBlocks + 1][kTileRows];
+  // Of a row, from its owner: a block's factor for what came before it and its sum of probabilities; behind these
+  // the sink's part of the denominator.
+  float2 shares[kTileRows][kChunkBlocks + 1];
 };
 
-// The keys of a group. With kOwn the window is the ring as it lies and entry i is valid where i < position;
-// without, entry i is position - window + 1 + i, wherever the ring keeps that.
-template <bool kOwn>
-struct Keys {
-  int position, window, ring_rows, count;
+__host__ __device__ constexpr int row_pitch(int slices) { return slices * kSpan * 2 + 16; }
 
-  __device__ __forceinline__ Keys(const AttentionProblem& p, int group)
-      : position(p.positions[group]), window(p.window), ring_rows(p.ring_rows), count(p.window + (kOwn ? p.own_rows : 0)) {}
+// Where things lie in shared memory, in bytes from its start; made by the host.
+struct TileLayout {
+  int chunk;         // keys of a chunk
+  int slices;        // of a block
+  int ring_step;     // 32 rows further in the ring
+  int score_pitch;   // of a row of partial scores [source block][owned row][key]
+  int weight_pitch;  // of a row of probabilities
+  int scores, weights, turns, keys, end;  // queries and own rows lie behind TileState
 
-  __device__ __forceinline__ bool in_ring(int i) const { return !kOwn || i < window; }
-  __device__ __forceinline__ int ring_position(int i) const { return kOwn ? i : position - window + 1 + i; }
-  __device__ __forceinline__ bool valid(int i) const {
-    if (i >= count) return false;
-    if (!in_ring(i)) return true;
-    return kOwn ? i < position : ring_position(i) >= 0;
+  TileLayout() = default;
+  TileLayout(const AttentionProblem& p, int chunk, int slices) : chunk(chunk), slices(slices) {
+    const int count = p.window + p.own_rows;
+    const int rows = ((count < chunk ? count : chunk) + kKeyStep - 1) / kKeyStep * kKeyStep;
+    ring_step = kKeyStep % p.ring_rows;
+    score_pitch = rows * 4 + 16;
+    weight_pitch = rows * 2 + 16;
+    scores = sizeof(TileState) + (kTileRows + p.own_rows) * row_pitch(slices);
+    weights = scores + kTileRows * score_pitch;
+    turns = weights + kTileRows * weight_pitch;
+    keys = turns + (((p.own_rows > 0 ? p.own_rows : 1) * p.format.pairs * static_cast<int>(sizeof(float2)) + 15) & ~15);
+    end = keys + rows * row_pitch(slices);
   }
-  // Row of the slot's ring, for valid entries.
-  __device__ __forceinline__ int ring_row(int i) const { return kOwn ? i : ring_position(i) % ring_rows; }
 };
+static_assert(sizeof(TileState) % 16 == 0);
 
-template <typename T>
-__device__ __forceinline__ void clear_rows(const AttentionProblem& p, int group, int first_row, int rows) {
-  T* const target = static_cast<T*>(p.attended) + (static_cast<int64_t>(group) * p.rows + first_row) * p.format.head_dim;
-  const int64_t count = static_cast<int64_t>(min(rows, p.rows - first_row)) * p.format.head_dim / Vector<T>::kSize;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) store(target + i * Vector<T>::kSize, Vector<T>{});
+// Step 2, by the whole block: a warp takes a block of 64 keys of a row that this block owns, a lane two of them.
+// `cluster` is a constant where the kernel knows it, as everywhere below; then a warp has one such part at most.
+template <typename T, bool kSliced, bool kOwn>
+__device__ __forceinline__ void share_probabilities(const TileLayout& layout, const Keys<kOwn>& keys, float scale,
+                                                    const ClusterMail<2>& mail, int cluster, int start, int padded,
+                                                    int round) {
+  unsigned char* const shared = dynamic_shared();
+  TileState& state = *reinterpret_cast<TileState*>(shared);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int owned_rows = kTileRows / cluster, blocks = (padded + kKeyBlock - 1) / kKeyBlock;
+  const int parts = owned_rows * blocks;
+  float(&maxima)[kChunkBlocks + 1][kTileRows] = state.maxima[round % 2];
+
+  const auto add_scores = [&](int block, int owned) {
+    const int key = block * kKeyBlock + 2 * lane, i = start + key;
+    const unsigned char* partial = shared + layout.scores + owned * layout.score_pitch + key * 4;
+    const bool inside = key < padded;  // what follows is the next chunk's
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 8
+    for (int source = 0; source < cluster; ++source, partial += owned_rows * layout.score_pitch) {
+      if (!inside) continue;
+      const float2 more = *reinterpret_cast<const float2*>(partial);
+      sum = make_float2(sum.x + more.x, sum.y + more.y);
+    }
+    sum = make_float2(__fmul_rn(sum.x, scale), __fmul_rn(sum.y, scale));
+    sum.x = inside & keys.valid(i) ? sum.x : -INFINITY;
+    sum.y = inside & keys.valid(i + 1) ? sum.y : -INFINITY;
+    return sum;
+  };
+
+  float2 s = {};
+  for (int part = warp; part < parts; part += kWarps) {
+    const int block = part / owned_rows, owned = part % owned_rows;
+    s = add_scores(block, owned);
+    const float highest = warp_max(fmaxf(s.x, s.y));
+    if (lane == 0) maxima[block][owned] = highest;
+  }
+  __syncthreads();
+  for (int part = warp; part < parts; part += kWarps) {
+    const int block = part / owned_rows, owned = part % owned_rows, row = owned * cluster + blockIdx.x;
+    if (!kSliced) s = add_scores(block, owned);
+    float maximum = start > 0 ? state.maxima[(round + 1) % 2][kChunkBlocks][owned] : -1e30f, before = 0.0f, mine = 0.0f;
+#pragma unroll
+    for (int other = 0; other < kChunkBlocks; ++other) {
+      if (other == block) before = maximum;
+      if (other < blocks) maximum = fmaxf(maximum, maxima[other][owned]);
+      if (other == block) mine = maximum;
+    }
+    const float2 p = make_float2(expf(s.x - mine), expf(s.y - mine));
+    const int key = block * kKeyBlock + 2 * lane;
+    if (key < padded) {
+      unsigned char* const place = shared + layout.weights + row * layout.weight_pitch + key * 2;
+      const uint32_t rounded = pack<T>(p);
+#pragma unroll 8
+      for (int to = 0; to < cluster; ++to) mail.send(kWeights, place, rounded, to);
+    }
+    const uint2 share = make_uint2(__float_as_uint(expf(before - mine)), __float_as_uint(warp_sum(p.x + p.y)));
+    if (lane < cluster) mail.send(kWeights, &state.shares[row][block], share, lane);
+    if (block == 0) {
+      const uint2 sink = make_uint2(__float_as_uint(expf(state.sinks[row] - maximum)), 0);
+      if (lane < cluster) mail.send(kWeights, &state.shares[row][kChunkBlocks], sink, lane);
+      if (lane == 0) maxima[kChunkBlocks][owned] = maximum;
+    }
+  }
 }
 
-// Rotations of the group's positions, [own_rows or 1][pairs], by the whole block.
-template <bool kOwn>
-__device__ __forceinline__ void make_turns(const AttentionProblem& p, int position, float2* turns) {
-  const int count = (kOwn ? p.own_rows : 1) * p.format.pairs;
-  for (int i = threadIdx.x; i < count; i += kThreads)
-    turns[i] = rotation(p.format, position + i / p.format.pairs, i % p.format.pairs);
-}
-
-__host__ __device__ constexpr int key_pitch(int head_dim) { return head_dim * 2 + 16; }  // bytes, 16-bit elements
-
-// Shared memory of the 16-bit kernel without its key blocks: scores, probabilities, corrections, denominators.
-__host__ __device__ constexpr int softmax_bytes(int tiles) {
-  return tiles * kTileRows * (kScorePitch * (4 + 2) + 4 + 4);
-}
-
-template <typename T, int kTiles, bool kOwn>
-__global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
-  wait_for_predecessor();
-  constexpr int kTileWarps = kWarps / kTiles;
-  constexpr int kRowsPerWarp = kTiles * kTileRows / kWarps;  // in the softmax
+// kSliced: a cluster of eight, one slice a block, which are all released sizes on GPUs that have clusters.
+template <typename T, bool kSliced, bool kOwn>
+__global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
+    attention_kernel(const __grid_constant__ AttentionProblem p, const __grid_constant__ TileLayout layout) {
+  constexpr int kSlices = kSliced ? 1 : kMaxSlices;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int g = lane / 4, t = lane % 4;
-  const int tile = warp / kTileWarps, part = warp % kTileWarps;
-  const int group = blockIdx.y;
-  const int block_row = blockIdx.x * kTiles * kTileRows;
-  const int tile_row = block_row + tile * kTileRows;
-  const int dim = p.format.head_dim, unrotated = p.format.unrotated;
-  const int pitch = key_pitch(dim);
+  const int cluster = kSliced ? kMaxSlices : gridDim.x, slices = kSliced ? 1 : layout.slices;
+  const int dim = kSliced ? kMaxHeadDim : p.format.head_dim, unrotated = p.format.unrotated, pairs = p.format.pairs;
+  const int owned_rows = kTileRows / cluster;
+  const int group = blockIdx.z, tile_row = blockIdx.y * kTileRows, first_channel = blockIdx.x * slices * kSpan;
+  const int pitch = row_pitch(slices);
+  const bool rotates = first_channel + slices * kSpan > unrotated;
 
-  const int slot = p.slots[group];
+  unsigned char* const shared = dynamic_shared();
+  TileState& state = *reinterpret_cast<TileState*>(shared);
+  unsigned char* const queries = shared + sizeof(TileState);
+  unsigned char* const stage = shared + layout.keys;
+  float2* const turns = reinterpret_cast<float2*>(shared + layout.turns);
+  const ClusterMail<2> mail(state.mail, cluster);
+
+  // Eight threads a row, of 16 rows of queries and of up to 16 own rows. Rows past the end repeat the last one.
+  const int piece_row = threadIdx.x / 8, piece_channel = first_channel + threadIdx.x % 8 * 8;
+  const bool of_query = piece_row < kTileRows;
+  const int own = piece_row - kTileRows;
+  const int64_t tile_offset =
+      (static_cast<int64_t>(group) * p.rows + min(tile_row + piece_row, p.rows - 1)) * dim + piece_channel;
+  const T* piece_source = static_cast<const T*>(p.q) + tile_offset;
+  if (kOwn && !of_query)
+    piece_source = static_cast<const T*>(p.own) +
+                   (static_cast<int64_t>(group) * p.own_rows + min(own, p.own_rows - 1)) * dim + piece_channel;
+  const int row_of_thread = min(tile_row + static_cast<int>(threadIdx.x), p.rows - 1);  // in the first threads
+  float sink = 0.0f;
+  if (threadIdx.x < kTileRows) {
+    const int step = row_of_thread / p.heads;
+    state.steps[threadIdx.x] = step;
+    // A constant; volatile, so that it is loaded here.
+    sink = static_cast<const volatile float*>(p.sink)[row_of_thread - step * p.heads];
+  }
+  unsigned char* const piece = queries + piece_row * pitch + threadIdx.x % 8 * 16;  // own rows lie behind the queries
+  unsigned char* const piece_stage = stage + piece_row * pitch + threadIdx.x % 8 * 16;
+
+  wait_for_predecessor();
+  release_successor();
+  // Volatile, so that all are on their way before the first is looked at.
+  const int slot = static_cast<const volatile int32_t*>(p.slots)[group];
+  const int position = static_cast<const volatile int32_t*>(p.positions)[group];
+  if (of_query || own < p.own_rows) {
+    for (int s = 0; s < slices; ++s) copy_async(piece + s * kSpan * 2, piece_source + s * kSpan, true);
+  }
+  commit_copies();
+
   if (slot < 0 || slot >= p.slot_count) {
-    clear_rows<T>(p, group, block_row, kTiles * kTileRows);
+    wait_copies<0>();
+    mail.meet();
+    if (!of_query || tile_row + piece_row >= p.rows) return;
+    for (int s = 0; s < slices; ++s) store(static_cast<T*>(p.attended) + tile_offset + s * kSpan, Vector<T>{});
     return;
   }
-  const Keys<kOwn> keys(p, group);
-  const int blocks = (keys.count + kKeyBlock - 1) / kKeyBlock;
+  const Keys<kOwn> keys(p, position);
+  const unsigned char* const ring =
+      static_cast<const unsigned char*>(p.ring) + 2 * (static_cast<int64_t>(slot) * p.ring_rows * dim + piece_channel);
 
-  unsigned char* const stages = dynamic_shared();
-  float* const scores = reinterpret_cast<float*>(stages + p.stages * kKeyBlock * pitch);
-  float* const corrections = scores + kTiles * kTileRows * kScorePitch;
-  float* const denominators = corrections + kTiles * kTileRows;
-  T* const probabilities = reinterpret_cast<T*>(denominators + kTiles * kTileRows);
-  float2* const turns = reinterpret_cast<float2*>(probabilities + kTiles * kTileRows * kScorePitch);
-
-  const auto stage_of = [&](int b) { return stages + (b % p.stages) * kKeyBlock * pitch; };
-  // Keys of block b up to a multiple of 16, a warp a row: copies of the ring, zeros for what is not valid.
-  const auto copy_ring = [&](int b) {
-    const T* const ring = static_cast<const T*>(p.ring) + static_cast<int64_t>(slot) * p.ring_rows * dim;
-    const int rows = min(kKeyBlock, (keys.count - b * kKeyBlock + 15) / 16 * 16);
-    for (int row = warp; row < rows; row += kWarps) {
-      const int i = b * kKeyBlock + row;
-      if (i < keys.count && !keys.in_ring(i)) continue;
-      const bool valid = keys.valid(i);
-      const T* const source = ring + (valid ? static_cast<int64_t>(keys.ring_row(i)) * dim : 0);
-      for (int channel = lane * 8; channel < dim; channel += kWarp * 8)
-        copy_async(stage_of(b) + row * pitch + channel * 2, source + channel, valid);
+  float sums[kSlices][4] = {};
+  float denominators[2] = {};  // of rows g and g + 8
+#pragma unroll 1
+  for (int start = 0, round = 0; start < keys.count; start += layout.chunk, ++round) {
+    const int count = min(layout.chunk, keys.count - start), padded = (count + kKeyStep - 1) / kKeyStep * kKeyStep;
+    if (start > 0) __syncthreads();
+    // Ring rows, zeros where they are not valid; the block's own rows follow, then zeros up to the next key step.
+    int ring_row = start + piece_row;
+    if (!kOwn) ring_row = ((keys.position - keys.window + 1 + ring_row) % p.ring_rows + p.ring_rows) % p.ring_rows;
+    const int ring_end = min(count, keys.window - start);
+#pragma unroll
+    for (int i = 0; i < kChunkBlocks * kKeyBlock; i += kThreads / 8) {
+      if (i + piece_row >= ring_end) break;
+      const unsigned char* const source = ring + static_cast<int64_t>(ring_row) * (2 * dim);
+      for (int s = 0; s < slices; ++s)
+        copy_async(piece_stage + i * pitch + s * kSpan * 2, source + s * kSpan * 2,
+                   keys.in_ring(start + i + piece_row));
+      ring_row += kOwn ? kThreads / 8 : layout.ring_step;
+      if (!kOwn && ring_row >= p.ring_rows) ring_row -= p.ring_rows;
     }
     commit_copies();
-  };
-  const auto make_own = [&](int b) {
-    if constexpr (kOwn) {
-      for (int row = warp; row < kKeyBlock; row += kWarps) {
-        const int own = b * kKeyBlock + row - keys.window;
-        if (own < 0 || own >= p.own_rows) continue;
-        T* const target = reinterpret_cast<T*>(stage_of(b) + row * pitch);
-        make_cache_entry(static_cast<const T*>(p.own) + (static_cast<int64_t>(group) * p.own_rows + own) * dim, p.format,
-                         turns + own * p.format.pairs,
-                         [&](int channel, const Vector<T>& entry) { store(target + channel, entry); });
-      }
+    if (start == 0 && threadIdx.x < kTileRows) state.sinks[threadIdx.x] = sink;
+    if (count + piece_row < padded) {
+      for (int s = 0; s < slices; ++s)
+        *reinterpret_cast<uint4*>(piece_stage + count * pitch + s * kSpan * 2) = make_uint4(0, 0, 0, 0);
     }
-  };
 
-  for (int b = 0; b < min(blocks, p.stages); ++b) copy_ring(b);
-  // Pieces 2 t and 2 t + 1 of the eight in a span, of rows g and g + 8. Rows past the end repeat the last one.
-  uint4 query[kSpans][2][2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = min(tile_row + g + 8 * half, p.rows - 1);
-    const T* const source = static_cast<const T*>(p.q) + (static_cast<int64_t>(group) * p.rows + row) * dim + t * 16;
-#pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-      if (span * kSpan >= dim) break;
-      query[span][0][half] = *reinterpret_cast<const uint4*>(source + span * kSpan);
-      query[span][1][half] = *reinterpret_cast<const uint4*>(source + span * kSpan + 8);
-    }
-  }
-  make_turns<kOwn>(p, keys.position, turns);
-  __syncthreads();
-  for (int b = 0; b < min(blocks, p.stages); ++b) make_own(b);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float2* const row_turns = turns + min(tile_row + g + 8 * half, p.rows - 1) / p.heads * p.format.pairs;
-#pragma unroll
-    for (int span = 0; span < kSpans; ++span) {
-      if (span * kSpan >= dim) break;
-      if (span * kSpan + kSpan <= unrotated) continue;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const auto turn = [&](uint32_t word, int i) {
-          const int channel = span * kSpan + t * 16 + e * 8 + 2 * i;
-          if (channel < unrotated) return word;
-          const float2 pair = unpack<T>(word);
-          return pack<T>(rotate(pair.x, pair.y, row_turns[(channel - unrotated) / 2]));
-        };
-        uint4& piece = query[span][e][half];
-        piece = make_uint4(turn(piece.x, 0), turn(piece.y, 1), turn(piece.z, 2), turn(piece.w, 3));
+    if (rotates && start == 0) {
+#pragma unroll 1
+      for (int of = warp; of < (kOwn ? p.own_rows : 1); of += kWarps) {
+#pragma unroll 1
+        for (int pair = lane; pair < pairs; pair += kWarp)
+          turns[of * pairs + pair] = rotation(keys.position + of, p.format.frequencies[pair]);
       }
-    }
-  }
-
-  float sums[8 * kTiles][4] = {};  // weighted sums of this warp's channels, 8 in a row
-  float maximum[kRowsPerWarp], denominator[kRowsPerWarp];
-#pragma unroll
-  for (int r = 0; r < kRowsPerWarp; ++r) {
-    maximum[r] = -1e30f;
-    denominator[r] = 0.0f;
-  }
-  const int first_channel = part * kSpan * kTiles;
-
-  for (int b = 0; b < blocks; ++b) {
-    const int pending = min(blocks, b + p.stages) - 1 - b;
-    if (pending == 0) {
-      wait_copies<0>();
-    } else if (pending == 1) {
-      wait_copies<1>();
-    } else {
-      wait_copies<2>();
-    }
-    __syncthreads();
-    const unsigned char* const stage = stage_of(b);
-    const int left = keys.count - b * kKeyBlock;
-
-    // Scores of the tile's queries with 8 keys at a time, in four chains of instructions.
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int first_key = (part + n * kTileWarps) * 8;
-      if (first_key >= left) continue;
-      float chains[4][4] = {};
-      const unsigned char* const key = stage + (first_key + g) * pitch + t * 32;
-#pragma unroll
-      for (int span = 0; span < kSpans; ++span) {
-        if (span * kSpan >= dim) break;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const uint4 k = *reinterpret_cast<const uint4*>(key + span * kSpan * 2 + e * 16);
-          const uint4 &upper = query[span][e][0], &lower = query[span][e][1];
-          multiply_add<T>(chains[2 * e], upper.x, lower.x, upper.y, lower.y, k.x, k.y);
-          multiply_add<T>(chains[2 * e + 1], upper.z, lower.z, upper.w, lower.w, k.z, k.w);
-        }
-      }
-      float dots[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dots[i] = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
-      float* const target = scores + (tile * kTileRows + g) * kScorePitch + first_key + 2 * t;
-      *reinterpret_cast<float2*>(target) = make_float2(dots[0], dots[1]);
-      *reinterpret_cast<float2*>(target + 8 * kScorePitch) = make_float2(dots[2], dots[3]);
-    }
-    __syncthreads();
-
-    // Softmax: a warp owns kRowsPerWarp rows throughout, a lane two neighbouring keys.
-#pragma unroll
-    for (int r = 0; r < kRowsPerWarp; ++r) {
-      const int row = warp * kRowsPerWarp + r;
-      const int i = b * kKeyBlock + 2 * lane;
-      const float2 raw = *reinterpret_cast<const float2*>(scores + row * kScorePitch + 2 * lane);
-      const float s0 = keys.valid(i) ? __fmul_rn(raw.x, p.scale) : -INFINITY;
-      const float s1 = keys.valid(i + 1) ? __fmul_rn(raw.y, p.scale) : -INFINITY;
-      const float new_maximum = fmaxf(maximum[r], warp_max(fmaxf(s0, s1)));
-      const float correction = expf(maximum[r] - new_maximum);
-      const float p0 = expf(s0 - new_maximum), p1 = expf(s1 - new_maximum);
-      denominator[r] = fmaf(denominator[r], correction, warp_sum(p0 + p1));
-      maximum[r] = new_maximum;
-      *reinterpret_cast<uint32_t*>(probabilities + row * kScorePitch + 2 * lane) = pack<T>(make_float2(p0, p1));
-      if (lane == 0) {
-        corrections[row] = correction;
-        if (b + 1 == blocks) {
-          const int head = min(block_row + row, p.rows - 1) % p.heads;
-          denominators[row] = denominator[r] + expf(p.sink[head] - new_maximum);
-        }
-      }
-    }
-    __syncthreads();
-
-    // sums = sums * correction + probabilities . keys
-    if (b > 0) {
-      const float upper = corrections[tile * kTileRows + g], lower = corrections[tile * kTileRows + g + 8];
-#pragma unroll
-      for (int n = 0; n < 8 * kTiles; ++n) {
-        sums[n][0] *= upper;
-        sums[n][1] *= upper;
-        sums[n][2] *= lower;
-        sums[n][3] *= lower;
-      }
-    }
-    for (int key = 0; key < min(left, kKeyBlock); key += 16) {
-      const uint4 a = load_matrices(probabilities + (tile * kTileRows + lane % 16) * kScorePitch + key + lane / 16 * 8);
-#pragma unroll
-      for (int n = 0; n < 8 * kTiles; n += 2) {
-        const int channel = first_channel + n * 8;
-        if (channel >= dim) break;
-        const uint4 v = load_matrices_transposed(stage + (key + lane % 16) * pitch + (channel + lane / 16 * 8) * 2);
-        multiply_add<T>(sums[n], a.x, a.y, a.z, a.w, v.x, v.y);
-        multiply_add<T>(sums[n + 1], a.x, a.y, a.z, a.w, v.z, v.w);
-      }
-    }
-    if (b + p.stages < blocks) {
       __syncthreads();
-      copy_ring(b + p.stages);
-      make_own(b + p.stages);
+    }
+    wait_copies<1>();  // the thread's pieces
+    // Whole warps are of queries, which are rotated where they lie, or of own rows, which become keys.
+    if (of_query ? rotates && start == 0 : kOwn) {
+      const float2* const row_turns = turns + (of_query ? state.steps[piece_row] : min(own, p.own_rows - 1)) * pairs;
+      const int place = p.window + own - start;
+#pragma unroll 1
+      for (int s = 0; s < slices; ++s) {
+        Vector<T> values{};
+        if (of_query || own < p.own_rows) values = load(reinterpret_cast<const T*>(piece + s * kSpan * 2));
+        if (rotates) rotate_piece(values, piece_channel + s * kSpan, p.format, row_turns);
+        unsigned char* target = piece;
+        if (!of_query) {
+          round_piece(values, piece_channel + s * kSpan, p.format);
+          if (own >= p.own_rows || place < 0 || place >= count) continue;
+          target = stage + place * pitch + threadIdx.x % 8 * 16;
+        }
+        store(reinterpret_cast<T*>(target + s * kSpan * 2), values);
+      }
+    }
+    if (threadIdx.x == 0) {
+      mail.expect(kScores, kTileRows * 4 * ((count + 15) / 16 * 16));
+      mail.expect(kWeights, kTileRows * (2 * padded + 8 * ((padded + kKeyBlock - 1) / kKeyBlock + 1)));
+    }
+    wait_copies<0>();
+    __syncthreads();
+    if (start == 0) mail.meet();
+
+    // Partial scores of 16 keys at a time, in two chains of instructions for each 8.
+#pragma unroll 1
+    for (int key = warp * 16; key < count; key += kWarps * 16) {
+      float dots[2][2][4] = {};
+#pragma unroll 1
+      for (int s = 0; s < slices; ++s) {
+#pragma unroll
+        for (int k = 0; k < kSpan / 16; ++k) {
+          const int column = (s * kSpan + k * 16) * 2;
+          const uint4 a = load_matrices(queries + lane % 16 * pitch + column + lane / 16 * 16);
+          const uint4 b =
+              load_matrices(stage + (key + lane / 16 * 8 + lane % 8) * pitch + column + lane / 8 % 2 * 16);
+          multiply_add<T>(dots[0][k % 2], a.x, a.y, a.z, a.w, b.x, b.y);
+          multiply_add<T>(dots[1][k % 2], a.x, a.y, a.z, a.w, b.z, b.w);
+        }
+      }
+      unsigned char* const from_here =
+          shared + layout.scores + static_cast<int>(blockIdx.x) * owned_rows * layout.score_pitch;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float x = dots[n][0][2 * half] + dots[n][1][2 * half];
+          const float y = dots[n][0][2 * half + 1] + dots[n][1][2 * half + 1];
+          unsigned char* const place =
+              from_here + (g + 8 * half) / cluster * layout.score_pitch + (key + n * 8 + 2 * t) * 4;
+          mail.send(kScores, place, make_uint2(__float_as_uint(x), __float_as_uint(y)), g % cluster);
+        }
+      }
+    }
+
+    mail.wait(kScores, round);
+    share_probabilities<T, kSliced>(layout, keys, p.scale, mail, cluster, start, padded, round);
+
+    uint4 values[kChunkSteps];
+    const auto load_values = [&](int s) {
+#pragma unroll
+      for (int i = 0; i < kChunkSteps; ++i) {
+        if (i * kKeyStep >= padded) break;
+        values[i] = load_matrices_transposed(stage + (i * kKeyStep + lane) * pitch + (s * kSpan + warp * 8) * 2);
+      }
+    };
+    load_values(0);
+    mail.wait(kWeights, round);
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      if (s >= slices) break;
+      if (s > 0) load_values(s);
+      const auto load_weights = [&](int key) {
+        return load_matrices(shared + layout.weights + lane % 16 * layout.weight_pitch + key * 2 + lane / 16 * 16);
+      };
+      // Two chains of instructions a block of keys; the next probabilities are on their way while these are used.
+      uint4 a = load_weights(0), b = load_weights(16);
+#pragma unroll
+      for (int block = 0; block < kChunkBlocks; ++block) {
+        if (block * kKeyBlock >= padded) break;
+        float chains[2][4] = {};
+#pragma unroll
+        for (int key = block * kKeyBlock; key < (block + 1) * kKeyBlock; key += kKeyStep) {
+          if (key >= padded) break;
+          const int next = min(key + kKeyStep, padded - kKeyStep);
+          const uint4 next_a = load_weights(next), next_b = load_weights(next + 16), value = values[key / kKeyStep];
+          multiply_add<T>(chains[0], a.x, a.y, a.z, a.w, value.x, value.y);
+          multiply_add<T>(chains[1], b.x, b.y, b.z, b.w, value.z, value.w);
+          a = next_a;
+          b = next_b;
+        }
+        const float2 upper = state.shares[g][block], lower = state.shares[g + 8][block];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          sums[s][i] = fmaf(sums[s][i], i < 2 ? upper.x : lower.x, chains[0][i] + chains[1][i]);
+        if (s == 0) {
+          denominators[0] = fmaf(denominators[0], upper.x, upper.y);
+          denominators[1] = fmaf(denominators[1], lower.x, lower.y);
+        }
+      }
     }
   }
 
@@ -292,14 +348,16 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   for (int half = 0; half < 2; ++half) {
     const int row = tile_row + g + 8 * half;
     if (row >= p.rows) continue;
-    const float total = denominators[tile * kTileRows + g + 8 * half];
-    const float2* const row_turns = turns + row / p.heads * p.format.pairs;
+    // A denominator is 1 or more where there is a key at all, so the quick division does.
+    const float scale = __fdividef(1.0f, denominators[half] + state.shares[g + 8 * half][kChunkBlocks].x);
+    const float2* const row_turns = turns + state.steps[g + 8 * half] * pairs;
     T* const target = static_cast<T*>(p.attended) + (static_cast<int64_t>(group) * p.rows + row) * dim;
 #pragma unroll
-    for (int n = 0; n < 8 * kTiles; ++n) {
-      const int channel = first_channel + n * 8 + 2 * t;
-      if (first_channel + n * 8 >= dim) break;
-      uint32_t word = pack<T>(make_float2(__fdiv_rn(sums[n][2 * half], total), __fdiv_rn(sums[n][2 * half + 1], total)));
+    for (int s = 0; s < kSlices; ++s) {
+      if (s >= slices) break;
+      const int channel = first_channel + s * kSpan + warp * 8 + 2 * t;
+      const float even = __fmul_rn(sums[s][2 * half], scale), odd = __fmul_rn(sums[s][2 * half + 1], scale);
+      uint32_t word = pack<T>(make_float2(even, odd));
       if (channel >= unrotated) {
         const float2 pair = unpack<T>(word);
         word = pack<T>(rotate_back(pair.x, pair.y, row_turns[(channel - unrotated) / 2]));
@@ -309,149 +367,34 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   }
 }
 
-// Channels 4 (lane + 32 i) .. + 3 belong to a lane.
-template <bool kOwn>
-__global__ void __launch_bounds__(kThreads) attention_float_kernel(const __grid_constant__ AttentionProblem p) {
-  wait_for_predecessor();
-  constexpr int kPieces = kMaxHeadDim / (4 * kWarp);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int group = blockIdx.y, block_row = blockIdx.x * kWarps;
-  const int dim = p.format.head_dim, unrotated = p.format.unrotated;
-  const int slot = p.slots[group];
-  if (slot < 0 || slot >= p.slot_count) {
-    clear_rows<float>(p, group, block_row, kWarps);
-    return;
-  }
-  const Keys<kOwn> keys(p, group);
-  float* const own = reinterpret_cast<float*>(dynamic_shared());
-  float2* const turns = reinterpret_cast<float2*>(own + (kOwn ? p.own_rows : 0) * dim);
-  make_turns<kOwn>(p, keys.position, turns);
-  __syncthreads();
-  if constexpr (kOwn) {
-    for (int row = warp; row < p.own_rows; row += kWarps) {
-      make_cache_entry(static_cast<const float*>(p.own) + (static_cast<int64_t>(group) * p.own_rows + row) * dim, p.format,
-                       turns + row * p.format.pairs,
-                       [&](int channel, const Vector<float>& entry) { store(own + row * dim + channel, entry); });
-    }
-    __syncthreads();
-  }
-  const int row = block_row + warp;
-  if (row >= p.rows) return;
-
-  const int64_t offset = (static_cast<int64_t>(group) * p.rows + row) * dim;
-  const float2* const row_turns = turns + row / p.heads * p.format.pairs;
-  const auto turn = [&](Vector<float>& piece, int channel, bool back) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      if (channel + i < unrotated) continue;
-      const float2 by = row_turns[(channel + i - unrotated) / 2];
-      const float even = piece.values[i], odd = piece.values[i + 1];
-      const float2 turned = back ? rotate_back(even, odd, by) : rotate(even, odd, by);
-      piece.values[i] = turned.x;
-      piece.values[i + 1] = turned.y;
-    }
-  };
-  Vector<float> query[kPieces], sum[kPieces];
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int channel = 4 * (lane + kWarp * i);
-    query[i] = sum[i] = Vector<float>{};
-    if (channel >= dim) continue;
-    query[i] = load(static_cast<const float*>(p.q) + offset + channel);
-    turn(query[i], channel, false);
-  }
-  const float* const ring = static_cast<const float*>(p.ring) + static_cast<int64_t>(slot) * p.ring_rows * dim;
-  const auto key_row = [&](int i) {
-    return keys.in_ring(i) ? ring + static_cast<int64_t>(keys.ring_row(i)) * dim : own + (i - keys.window) * dim;
-  };
-
-  float maximum = -1e30f, denominator = 0.0f;
-  for (int start = 0; start < keys.count; start += kKeyBlock) {
-    float scores[2] = {-INFINITY, -INFINITY};  // of keys start + lane and start + 32 + lane
-    for (int n = 0; n < kKeyBlock; ++n) {
-      if (!keys.valid(start + n)) continue;
-      const float* const key = key_row(start + n);
-      float dot = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int channel = 4 * (lane + kWarp * i);
-        if (channel >= dim) continue;
-        const Vector<float> k = load(key + channel);
-#pragma unroll
-        for (int v = 0; v < 4; ++v) dot = fmaf(query[i].values[v], k.values[v], dot);
-      }
-      dot = __fmul_rn(warp_sum(dot), p.scale);
-      if (n == lane) scores[0] = dot;
-      if (n == lane + kWarp) scores[1] = dot;
-    }
-    const float new_maximum = fmaxf(maximum, warp_max(fmaxf(scores[0], scores[1])));
-    const float correction = expf(maximum - new_maximum);
-    const float p0 = expf(scores[0] - new_maximum), p1 = expf(scores[1] - new_maximum);
-    denominator = fmaf(denominator, correction, warp_sum(p0 + p1));
-    maximum = new_maximum;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-#pragma unroll
-      for (int v = 0; v < 4; ++v) sum[i].values[v] *= correction;
-    }
-    for (int n = 0; n < kKeyBlock; ++n) {
-      const float weight = __shfl_sync(0xffffffffu, n < kWarp ? p0 : p1, n % kWarp);
-      if (!keys.valid(start + n)) continue;
-      const float* const key = key_row(start + n);
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int channel = 4 * (lane + kWarp * i);
-        if (channel >= dim) continue;
-        const Vector<float> k = load(key + channel);
-#pragma unroll
-        for (int v = 0; v < 4; ++v) sum[i].values[v] = fmaf(weight, k.values[v], sum[i].values[v]);
-      }
-    }
-  }
-  denominator += expf(p.sink[row % p.heads] - maximum);
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int channel = 4 * (lane + kWarp * i);
-    if (channel >= dim) continue;
-#pragma unroll
-    for (int v = 0; v < 4; ++v) sum[i].values[v] = __fdiv_rn(sum[i].values[v], denominator);
-    turn(sum[i], channel, true);
-    store(static_cast<float*>(p.attended) + offset + channel, sum[i]);
-  }
-}
-
 // Enqueues the attention of a checked problem.
 template <bool kOwn>
 int attend(AttentionProblem p, int activation, cudaStream_t stream) {
   DeviceLimits limits;
   if (!device_limits(&limits)) return DSPARK_LAUNCH_FAILED;
-  p.scale = static_cast<float>(std::pow(static_cast<double>(p.format.head_dim), -0.5));
-  const int turn_bytes = (kOwn ? p.own_rows : 1) * p.format.pairs * static_cast<int>(sizeof(float2));
-  const auto shape = [&](int rows, int shared_bytes) {
-    LaunchShape result{dim3((p.rows + rows - 1) / rows, p.groups), kThreads};
-    result.shared_bytes = shared_bytes;
-    return result;
-  };
+  const int dim = p.format.head_dim;
+  p.scale = static_cast<float>(std::pow(static_cast<double>(dim), -0.5));
   return dispatch_activation(activation, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if constexpr (std::is_same_v<T, float>) {
-      const int shared = (kOwn ? p.own_rows : 0) * p.format.head_dim * 4 + turn_bytes;
-      return launch(attention_float_kernel<kOwn>, shape(kWarps, shared), stream, p);
+      LaunchShape shape{dim3((p.rows + kFloatWarps - 1) / kFloatWarps, p.groups), kFloatThreads};
+      shape.shared_bytes = (kOwn ? p.own_rows : 0) * dim * 4 +
+                           (kOwn ? p.own_rows : 1) * p.format.pairs * static_cast<int>(sizeof(float2));
+      return launch(attention_float_kernel<kOwn>, shape, stream, p);
     } else {
-      if (p.format.head_dim % kSpan) return static_cast<int>(DSPARK_BAD_SHAPE);
-      // Two tiles a block where one would not find a multiprocessor of its own.
-      const int64_t tiles = static_cast<int64_t>((p.rows + kTileRows - 1) / kTileRows) * p.groups;
-      const int tiles_per_block = tiles > limits.multiprocessors ? 2 : 1;
-      const int fixed = softmax_bytes(tiles_per_block) + turn_bytes;
-      const int block_bytes = kKeyBlock * key_pitch(p.format.head_dim);
-      const int blocks = (p.window + p.own_rows + kKeyBlock - 1) / kKeyBlock;
-      p.stages = (limits.shared_bytes - fixed) / block_bytes;
-      if (p.stages > kMaxStages) p.stages = kMaxStages;
-      if (p.stages > blocks) p.stages = blocks;
-      if (p.stages < 1) return static_cast<int>(DSPARK_BAD_SHAPE);
-      const int shared = p.stages * block_bytes + fixed;
-      return tiles_per_block == 1 ? launch(attention_kernel<T, 1, kOwn>, shape(kTileRows, shared), stream, p)
-                                  : launch(attention_kernel<T, 2, kOwn>, shape(2 * kTileRows, shared), stream, p);
+      if (dim % kSpan) return static_cast<int>(DSPARK_BAD_SHAPE);
+      const int all_slices = dim / kSpan;
+      // The largest power of two that divides the slices: 1, 2, 4 or 8 blocks.
+      const int cluster = device_major() >= 9 ? all_slices & -all_slices : 1;
+      TileLayout layout(p, kChunkBlocks * kKeyBlock, all_slices / cluster);
+      while (layout.end > limits.shared_bytes && layout.chunk > kKeyBlock)
+        layout = TileLayout(p, layout.chunk - kKeyBlock, layout.slices);
+      if (layout.end > limits.shared_bytes) return static_cast<int>(DSPARK_BAD_SHAPE);
+      LaunchShape shape{dim3(cluster, (p.rows + kTileRows - 1) / kTileRows, p.groups), kThreads};
+      shape.cluster = cluster > 1 ? cluster : 0;
+      shape.shared_bytes = layout.end;
+      return cluster == kMaxSlices ? launch(attention_kernel<T, true, kOwn>, shape, stream, p, layout)
+                                   : launch(attention_kernel<T, false, kOwn>, shape, stream, p, layout);
     }
   });
 }

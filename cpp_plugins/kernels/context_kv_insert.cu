@@ -24,26 +24,38 @@ struct Problem {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) context_kv_insert_kernel(const __grid_constant__ Problem p) {
-  wait_for_predecessor();
+  constexpr int kSize = Vector<T>::kSize, kPieces = kMaxHeadDim / (kWarp * kSize);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int first = blockIdx.x * kRows;
+  const int first = blockIdx.x * kRows, row = first + warp;
   int* const newest_seen = reinterpret_cast<int*>(dynamic_shared());  // [row][warp]
   float2* const turns = reinterpret_cast<float2*>(newest_seen + kRows * kRows) + warp * p.format.pairs;
 
+  wait_for_predecessor();
+  release_successor();
+  // All that doesn't depend on a loaded value is loaded at once.
+  Vector<T> pieces[kPieces] = {};
+  int slot = -1, position = 0;
+  if (row < p.rows) {
+    slot = p.slots[row];
+    position = p.positions[row];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int channel = (i * kWarp + lane) * kSize;
+      if (channel < p.format.head_dim)
+        pieces[i] = load(static_cast<const T*>(p.kv) + static_cast<int64_t>(row) * p.format.head_dim + channel);
+    }
+  }
   int mine[kRows], newest[kRows];
-  bool any = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     mine[r] = first + r < p.rows ? p.slots[first + r] : -1;
     newest[r] = INT32_MIN;
-    any |= mine[r] >= 0 && mine[r] < p.slot_count;
   }
-  if (!any) return;
-  for (int row = threadIdx.x; row < p.rows; row += kThreads) {
-    const int slot = p.slots[row], position = p.positions[row];
+  for (int other = threadIdx.x; other < p.rows; other += kThreads) {
+    const int its_slot = p.slots[other], its_position = p.positions[other];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (slot == mine[r]) newest[r] = max(newest[r], position);
+      if (its_slot == mine[r]) newest[r] = max(newest[r], its_position);
     }
   }
 #pragma unroll
@@ -53,23 +65,24 @@ __global__ void __launch_bounds__(kThreads) context_kv_insert_kernel(const __gri
       newest[r] = max(newest[r], __shfl_xor_sync(0xffffffffu, newest[r], offset));
     if (lane == 0) newest_seen[r * kRows + warp] = newest[r];
   }
+  for (int i = lane; i < p.format.pairs; i += kWarp) turns[i] = rotation(position, p.format.frequencies[i]);
   __syncthreads();
 
-  const int row = first + warp;
-  if (row >= p.rows) return;
-  const int slot = p.slots[row], position = p.positions[row];
   if (slot < 0 || slot >= p.slot_count) return;
   int last = INT32_MIN;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) last = max(last, newest_seen[warp * kRows + i]);
   if (position <= last - p.window) return;
-
-  for (int i = lane; i < p.format.pairs; i += kWarp) turns[i] = rotation(p.format, position, i);
-  __syncwarp();
   const int64_t place = (position % p.window + p.window) % p.window;
   T* const target = static_cast<T*>(p.ring) + (slot * p.window + place) * p.format.head_dim;
-  make_cache_entry(static_cast<const T*>(p.kv) + static_cast<int64_t>(row) * p.format.head_dim, p.format, turns,
-                   [&](int channel, const Vector<T>& entry) { store(target + channel, entry); });
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int channel = (i * kWarp + lane) * kSize;
+    if (i * kWarp * kSize >= p.format.head_dim) break;
+    if (channel < p.format.head_dim) rotate_piece(pieces[i], channel, p.format, turns);
+    round_piece(pieces[i], channel, p.format);
+    if (channel < p.format.head_dim) store(target + channel, pieces[i]);
+  }
 }
 
 }  // namespace
@@ -80,7 +93,8 @@ DSPARK_EXPORT size_t dspark_context_kv_insert_workspace(const dspark_context_kv_
 DSPARK_EXPORT int dspark_context_kv_insert(const dspark_context_kv_insert_params* p, cudaStream_t stream) {
   using namespace dspark;
   Problem problem{};
-  if (!make_cache_format(p, &problem.format) || p->size_rows < 0 || p->size_rows > 1 << 20 || p->size_S < 1 || p->size_W < 1)
+  if (!make_cache_format(p, &problem.format) || p->size_rows < 0 || p->size_rows > 1 << 20 || p->size_S < 1 ||
+      p->size_W < 1)
     return DSPARK_BAD_SHAPE;
   if (p->size_rows == 0) return p->ring_out == p->ring ? DSPARK_OK : DSPARK_BAD_POINTER;
   if (!all_aligned(p->kv, p->positions, p->slots, p->ring) || p->ring_out != p->ring) return DSPARK_BAD_POINTER;

@@ -8,7 +8,8 @@ DSPARK_EXPORT int dspark_draft_attention(const dspark_draft_attention_params* p,
   using namespace dspark;
   AttentionProblem problem{};
   if (!make_cache_format(p, &problem.format) || p->size_requests < 0 || p->size_requests > 65535 || p->size_B < 1 ||
-      p->size_B > kMaxOwnRows || p->size_N < 1 || p->size_N > 4096 || p->size_S < 1 || p->size_W < 1 || p->size_W > 1 << 20)
+      p->size_B > kMaxOwnRows || p->size_N < 1 || p->size_N > 4096 || p->size_S < 1 || p->size_W < 1 ||
+      p->size_W > 1 << 20)
     return DSPARK_BAD_SHAPE;
   if (p->size_requests == 0) return DSPARK_OK;
   if (!all_aligned(p->q, p->kv, p->positions, p->slots, p->ring, p->sink, p->attended)) return DSPARK_BAD_POINTER;

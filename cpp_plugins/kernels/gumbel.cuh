@@ -30,4 +30,22 @@ __device__ __forceinline__ float gumbel_noise(uint32_t key, uint32_t token) {
   return -logf(-logf(uniform));
 }
 
+// The same in float64, from all 32 bits.
+__device__ __forceinline__ double gumbel_noise_wide(uint32_t key, uint32_t token) {
+  const uint32_t bits = mix(key ^ mix(token));
+  return -log(-log((static_cast<double>(bits) + 0.5) * 0x1p-32));
+}
+
+// A logit's score in float64, rounded to 33 significant bits; at temperature 0 the logit itself.
+__device__ __forceinline__ double wide_score(float logit, float temperature, uint32_t key, uint32_t token) {
+  double score = logit;
+  if (temperature > 0.0f) {
+    const double divisor = fmaxf(temperature, 1e-5f);
+    score = __dadd_rn(__ddiv_rn(score, divisor), gumbel_noise_wide(key, token));
+  }
+  const double large = __dmul_rn(score, 0x1p20 + 1);
+  const double rounded = __dsub_rn(large, __dsub_rn(large, score));
+  return rounded != rounded ? score : rounded;  // of infinite scores
+}
+
 }  // namespace dspark

@@ -14,6 +14,7 @@
 // (as an ordered integer) over the inverted id, so that the maximum is the winner and a tie goes to the lowest
 // id, and it is never 0. Slots start as 0 and are written once: a block polls them and needs no other signal,
 // then finds the winner for itself. All blocks must run at once, which the cooperative launch guarantees.
+// With float64 noise the score has 44 bits of the word, to which it was rounded, and the id 20.
 #include "device.cuh"
 #include "gumbel.cuh"
 
@@ -30,6 +31,8 @@ constexpr int kMaxBlock = 8;
 constexpr int kMaxGrid = 192;
 constexpr int kKept = 3;          // tiles that a warp keeps in registers,
 constexpr int kKeptPieces = 8;    // for rows of this many pieces
+constexpr int kWideIdBits = 20;   // of a candidate with a float64 score
+constexpr uint64_t kWideIdMask = (1u << kWideIdBits) - 1;
 
 struct Problem {
   const float* base_logits;
@@ -122,6 +125,19 @@ __device__ __forceinline__ uint64_t pack_candidate(float score, int id) {
   return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~id);
 }
 
+// A score whose last 20 bits are clear, so the words of two candidates compare as their scores do.
+__device__ __forceinline__ uint64_t pack_candidate(double score, int id) {
+  if (score != score) score = -INFINITY;
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(score));
+  const uint64_t ordered = bits >> 63 ? ~bits : bits | 1ull << 63;
+  return (ordered & ~kWideIdMask) | (~static_cast<uint64_t>(id) & kWideIdMask);
+}
+
+template <bool Wide>
+__device__ __forceinline__ int candidate_id(uint64_t candidate) {
+  return static_cast<int>(Wide ? ~candidate & kWideIdMask : ~static_cast<uint32_t>(candidate));
+}
+
 __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 template <int kFirst>
@@ -151,7 +167,7 @@ __device__ __forceinline__ uint64_t await_winner(const uint64_t* slots, int coun
   return lanes_max<1>(winner);
 }
 
-template <typename T, int Kept, int Groups>
+template <typename T, int Kept, int Groups, bool Wide>
 __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_constant__ Problem p) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int g = lane / 4, t = lane % 4;
@@ -326,10 +342,16 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
           const float logit = base[i] + bias[i];
           if (p.corrected_logits)
             p.corrected_logits[(static_cast<int64_t>(request) * p.block + step) * p.vocab + id] = logit;
-          float score = logit;
-          if (p.temperature && temperature[request] > 0.0f)
-            score = __fadd_rn(__fdiv_rn(logit, fmaxf(temperature[request], 1e-5f)), gumbel_noise(noise_key[request], id));
-          best[group][i % 2] = larger(best[group][i % 2], pack_candidate(score, id));
+          uint64_t candidate;
+          if constexpr (Wide) {
+            candidate = pack_candidate(wide_score(logit, temperature[request], noise_key[request], id), id);
+          } else {
+            float score = logit;
+            if (p.temperature && temperature[request] > 0.0f)
+              score = __fadd_rn(__fdiv_rn(logit, fmaxf(temperature[request], 1e-5f)), gumbel_noise(noise_key[request], id));
+            candidate = pack_candidate(score, id);
+          }
+          best[group][i % 2] = larger(best[group][i % 2], candidate);
         }
       }
       if (step + 1 < p.block) prefetch_base(tile, step + 1);
@@ -355,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
     if (last_step && blockIdx.x != 0) return;
     for (int request = warp; request < p.requests; request += kWarps) {
       const uint64_t* const slot = p.candidates + (static_cast<int64_t>(step) * p.requests + request) * gridDim.x;
-      const int token = static_cast<int>(~static_cast<uint32_t>(await_winner(slot, gridDim.x, lane)));
+      const int token = candidate_id<Wide>(await_winner(slot, gridDim.x, lane));
       if (blockIdx.x == 0 && lane == 0) p.draft_tokens[static_cast<int64_t>(request) * p.block + step] = token;
       if (!last_step) take_token(request, token, step + 1);
     }
@@ -374,7 +396,7 @@ int grid_size(int tiles, int multiprocessors) {
   return wanted < kMaxGrid ? wanted : kMaxGrid;
 }
 
-template <typename T, int Kept, int Groups>
+template <typename T, int Kept, int Groups, bool Wide>
 int launch_chain(Problem p, const DeviceLimits& limits, cudaStream_t stream) {
   const int groups = (p.requests + kGroup - 1) / kGroup;
   const int grid = grid_size(p.tiles, limits.multiprocessors);
@@ -393,7 +415,7 @@ int launch_chain(Problem p, const DeviceLimits& limits, cudaStream_t stream) {
   shape.grid = dim3(grid);
   shape.shared_bytes = shared;
   shape.cooperative = true;
-  return launch(markov_kernel<T, Kept, Groups>, shape, stream, p);
+  return launch(markov_kernel<T, Kept, Groups, Wide>, shape, stream, p);
 }
 
 // The requests from `first` on, `count` of them.
@@ -413,28 +435,31 @@ Problem part(Problem p, int first, int count) {
   return p;
 }
 
-template <typename T>
+template <typename T, bool Wide>
 int sample(const Problem& p, const DeviceLimits& limits, cudaStream_t stream) {
   if constexpr (std::is_same_v<T, float>) {
     // The sums of more than 8 requests don't fit in registers; they go in turns.
     for (int first = 0; first < p.requests; first += kGroup) {
       const int rest = p.requests - first;
-      const int status = launch_chain<T, 0, 1>(part(p, first, rest < kGroup ? rest : kGroup), limits, stream);
+      const int status = launch_chain<T, 0, 1, Wide>(part(p, first, rest < kGroup ? rest : kGroup), limits, stream);
       if (status) return status;
     }
     return DSPARK_OK;
   } else {
-    if (p.requests > kGroup) return launch_chain<T, 0, kMaxRequests / kGroup>(p, limits, stream);
-    const int needed = feature_bytes(1, kKeptPieces) + scratch_bytes(1) + kWarps * slot_bytes(kKeptPieces);
-    if (p.row_bytes == kKeptPieces * kPieceBytes && needed <= limits.shared_bytes)
-      return launch_chain<T, kKept, 1>(p, limits, stream);
-    return launch_chain<T, 0, 1>(p, limits, stream);
+    if (p.requests > kGroup) return launch_chain<T, 0, kMaxRequests / kGroup, Wide>(p, limits, stream);
+    if constexpr (!Wide) {  // float64 logarithms leave no registers for tiles
+      const int needed = feature_bytes(1, kKeptPieces) + scratch_bytes(1) + kWarps * slot_bytes(kKeptPieces);
+      if (p.row_bytes == kKeptPieces * kPieceBytes && needed <= limits.shared_bytes)
+        return launch_chain<T, kKept, 1, Wide>(p, limits, stream);
+    }
+    return launch_chain<T, 0, 1, Wide>(p, limits, stream);
   }
 }
 
 bool supported(const dspark_markov_sampling_params* p) {
   return p->size_requests >= 0 && p->size_requests <= kMaxRequests && p->size_V >= 1 && p->size_V <= 1 << 30 &&
-         p->size_R >= 16 && p->size_R % 8 == 0 && p->size_R <= 4096 && p->block_size >= 1 && p->block_size <= kMaxBlock;
+         p->size_R >= 16 && p->size_R % 8 == 0 && p->size_R <= 4096 && p->block_size >= 1 &&
+         p->block_size <= kMaxBlock && !(p->float64_noise && p->size_V > 1 << kWideIdBits);
 }
 
 }  // namespace
@@ -453,7 +478,7 @@ DSPARK_EXPORT int dspark_markov_sampling(const dspark_markov_sampling_params* p,
   if (p->size_requests == 0) return DSPARK_OK;
   if (!all_aligned(p->base_logits, p->anchor_ids, p->embed, p->head, p->draft_tokens, p->features, p->workspace) ||
       (p->sampling && !all_aligned(p->positions, p->temperature, p->seeds)) ||
-      (p->corrected_logits && !aligned(p->corrected_logits)))
+      (p->write_logits && !all_aligned(p->corrected_logits)))
     return DSPARK_BAD_POINTER;
   DeviceLimits limits;
   if (!device_limits(&limits)) return DSPARK_LAUNCH_FAILED;
@@ -471,7 +496,7 @@ DSPARK_EXPORT int dspark_markov_sampling(const dspark_markov_sampling_params* p,
     }
     problem.draft_tokens = static_cast<int32_t*>(p->draft_tokens);
     problem.features = static_cast<unsigned char*>(p->features);
-    problem.corrected_logits = static_cast<float*>(p->corrected_logits);
+    if (p->write_logits) problem.corrected_logits = static_cast<float*>(p->corrected_logits);
     problem.candidates = static_cast<uint64_t*>(p->workspace);
     problem.requests = static_cast<int>(p->size_requests);
     problem.vocab = static_cast<int>(p->size_V);
@@ -479,6 +504,7 @@ DSPARK_EXPORT int dspark_markov_sampling(const dspark_markov_sampling_params* p,
     problem.row_bytes = static_cast<int>(p->size_R * sizeof(T));
     problem.pieces = (problem.row_bytes + kPieceBytes - 1) / kPieceBytes;
     problem.tiles = (problem.vocab + kTileRows - 1) / kTileRows;
-    return sample<T>(problem, limits, stream);
+    if (p->sampling && p->float64_noise) return sample<T, true>(problem, limits, stream);
+    return sample<T, false>(problem, limits, stream);
   });
 }

@@ -1,11 +1,11 @@
 // MhcCoefficients: pre, post and comb of a sublayer from its streams (plugins/mhc_coefficients.py).
 //
-// Two kernels. `project_kernel` splits the K = 4H flattened channels into slices of 256, one block column
-// each: a block reads its slice of the 24 rows of fn once into registers (before it waits for its
-// predecessor: fn is a constant), then multiplies rows of streams with it, four at a time, and writes 24
-// partial projections and a partial sum of squares a row and slice. `finish_kernel` adds a row's partial
-// sums in a fixed order and makes the coefficients. How rows are spread over blocks never changes the order
-// of a sum, so a row's result does not depend on the rows beside it.
+// Two kernels. `project_kernel` splits the K = 4H flattened channels (K = H where the streams are equal and fn is
+// summed over them: only the first is read) into slices of 256, one block column each: a block reads its slice of the
+// 24 rows of fn once into registers (before it waits for its predecessor: fn is a constant), then multiplies rows of
+// streams with it, four at a time, and writes 24 partial projections and a partial sum of squares a row and slice.
+// `finish_kernel` adds a row's partial sums in a fixed order and makes the coefficients. How rows are spread over
+// blocks never changes the order of a sum, so a row's result does not depend on the rows beside it.
 //
 // Sinkhorn rounds scale rows and columns of a 4 x 4 matrix A in turn, so the current matrix is
 // r_j * A_jk * c_k. A column step is c_k <- c_k / (c_k * sum_j(A_jk * r_j) + eps), a row step likewise:
@@ -50,31 +50,35 @@ __device__ __forceinline__ float reduce_lanes(float (&values)[kWarp], int lane) 
   return values[0];
 }
 
-template <typename T>
+// A row of streams starts `stride` channels after the one before; `width` of them are read. kRagged: the last slice is
+// not full.
+template <typename T, bool kRagged>
 __global__ void __launch_bounds__(kProjectThreads)
-    project_kernel(const T* streams, const float* fn, float* partials, int64_t width, int rows, int block_rows) {
+    project_kernel(const T* streams, const float* fn, float* partials, int64_t stride, int64_t width, int rows,
+                   int block_rows) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kSlice + lane * kLaneChannels;
-  Vector<float> weights[kWarpOutputs][2];
+  const auto inside = [&](int h) { return !kRagged || column + h * kHalf < width; };
+  Vector<float> weights[kWarpOutputs][2] = {};
 #pragma unroll
   for (int o = 0; o < kWarpOutputs; ++o) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      weights[o][h] = load_constant(fn + (warp * kWarpOutputs + o) * width + column + h * kHalf);
+      if (inside(h)) weights[o][h] = load_constant(fn + (warp * kWarpOutputs + o) * width + column + h * kHalf);
     }
   }
   wait_for_predecessor();
   release_successor();
 
   const int begin = blockIdx.y * block_rows, end = min(rows, begin + block_rows);
-  Quad<T> next[kRows][2];
+  Quad<T> next[kRows][2] = {};
   const auto fetch = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = min(first + i, end - 1);  // past the end: any row that is there
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        next[i][h] = *reinterpret_cast<const Quad<T>*>(streams + row * width + column + h * kHalf);
+        if (inside(h)) next[i][h] = *reinterpret_cast<const Quad<T>*>(streams + row * stride + column + h * kHalf);
       }
     }
   };
@@ -228,7 +232,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
-int64_t slices_of(const dspark_mhc_coefficients_params* p) { return p->size_K / kSlice; }
+int64_t slices_of(const dspark_mhc_coefficients_params* p) { return (p->size_K + kSlice - 1) / kSlice; }
 
 }  // namespace
 }  // namespace dspark
@@ -240,7 +244,8 @@ DSPARK_EXPORT size_t dspark_mhc_coefficients_workspace(const dspark_mhc_coeffici
 
 DSPARK_EXPORT int dspark_mhc_coefficients(const dspark_mhc_coefficients_params* p, cudaStream_t stream) {
   using namespace dspark;
-  if (p->size_H <= 0 || p->size_H > 1 << 20 || p->size_K != kStreams * p->size_H || p->size_K % kSlice ||
+  const int64_t stride = kStreams * p->size_H;
+  if (p->size_H <= 0 || p->size_H > 1 << 20 || stride % kSlice || (p->size_K != stride && p->size_K != p->size_H) ||
       p->size_rows < 0 || p->size_rows > INT32_MAX || p->sinkhorn_iters < 1) {
     return DSPARK_BAD_SHAPE;
   }
@@ -251,6 +256,7 @@ DSPARK_EXPORT int dspark_mhc_coefficients(const dspark_mhc_coefficients_params* 
   return dispatch_activation(p->activation, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const auto slices = static_cast<unsigned>(slices_of(p));
+    const auto project = p->size_K % kSlice ? project_kernel<T, true> : project_kernel<T, false>;
     auto* partials = static_cast<float*>(p->workspace);
     // Chunks share the workspace: a chunk's first kernel writes it after the last kernel of the one before.
     for (int64_t first = 0; first < p->size_rows; first += kChunk) {
@@ -258,9 +264,9 @@ DSPARK_EXPORT int dspark_mhc_coefficients(const dspark_mhc_coefficients_params* 
       const int fours = (rows + kRows - 1) / kRows;
       // Up to four blocks a slice: more would read fn more often than they gain.
       const int block_fours = (fours + 3) / 4, tiles = (fours + block_fours - 1) / block_fours;
-      int status = launch(project_kernel<T>, LaunchShape{dim3(slices, tiles), kProjectThreads}, stream,
-                          static_cast<const T*>(p->streams) + first * p->size_K, static_cast<const float*>(p->fn),
-                          partials, p->size_K, rows, block_fours * kRows);
+      int status = launch(project, LaunchShape{dim3(slices, tiles), kProjectThreads}, stream,
+                          static_cast<const T*>(p->streams) + first * stride, static_cast<const float*>(p->fn),
+                          partials, stride, p->size_K, rows, block_fours * kRows);
       if (status != DSPARK_OK) return status;
       status = launch(finish_kernel, LaunchShape{dim3(rows), kFinishThreads}, stream, partials,
                       static_cast<const float*>(p->scale), static_cast<const float*>(p->base),

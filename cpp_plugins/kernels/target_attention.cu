@@ -8,7 +8,8 @@ DSPARK_EXPORT int dspark_target_attention(const dspark_target_attention_params* 
   using namespace dspark;
   AttentionProblem problem{};
   if (!make_cache_format(p, &problem.format) || p->size_rows < 0 || p->size_rows > 65535 || p->size_N < 1 ||
-      p->size_N > 4096 || p->size_S < 1 || p->size_W < 1 || p->size_W > 1 << 30 || p->window < 1 || p->window > p->size_W)
+      p->size_N > 4096 || p->size_S < 1 || p->size_W < 1 || p->size_W > 1 << 30 || p->window < 1 ||
+      p->window > p->size_W)
     return DSPARK_BAD_SHAPE;
   if (p->size_rows == 0) return DSPARK_OK;
   if (!all_aligned(p->q, p->positions, p->slots, p->ring, p->sink, p->attended)) return DSPARK_BAD_POINTER;

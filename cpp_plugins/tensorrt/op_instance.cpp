@@ -145,11 +145,14 @@ TensorList::TensorList(const DynamicPluginTensorDesc* in, int num_inputs, const 
 OpInstance::OpInstance(const Op& op, const char* layer, const PluginField* fields, int count, Phase phase)
     : op_(&op), layer_(layer ? layer : ""), phase_(phase) {
   read_attributes(fields, count);
-  for (const Tensor& spec : op.inputs) {
-    if (params_.get<int32_t>(spec.when.offset) > spec.when.limit) tensors_.push_back(&spec);
-  }
+  const auto add_present = [&](const std::vector<Tensor>& specs) {
+    for (const Tensor& spec : specs) {
+      if (params_.get<int32_t>(spec.when.offset) > spec.when.limit) tensors_.push_back(&spec);
+    }
+  };
+  add_present(op.inputs);
   num_inputs_ = static_cast<int>(tensors_.size());
-  for (const Tensor& spec : op.outputs) tensors_.push_back(&spec);
+  add_present(op.outputs);
 #if !DSPARK_PLUGIN_V3
   for (const Tensor* spec : tensors_) {
     if (spec->dtype != Dtype::kInt8) continue;
@@ -293,7 +296,7 @@ DataType OpInstance::output_type(int index, const DataType* inputs, int num_inpu
   if (good && first < num_inputs) activation = inputs[first];
   good = good && activation_of(activation) != kUnknown;
   for (int i = 0; good && i < num_inputs; ++i) good = inputs[i] == type_of(*tensors_[i], activation);
-  if (good) return type_of(op_->outputs.at(index), activation);
+  if (good) return type_of(output(index), activation);
   std::vector<std::string> given, wanted;
   for (int i = 0; i < num_inputs; ++i) given.push_back(type_name(inputs[i]));
   for (int i = 0; i < num_inputs_; ++i) wanted.push_back(declared(*tensors_[i], params_));
@@ -314,7 +317,7 @@ DimsExprs OpInstance::output_shape(int index, const DimsExprs* inputs, int num_i
     }
     for (size_t k = 0; k < spec.dims.size(); ++k) sizes.emplace(spec.dims[k].offset, inputs[i].d[k]);
   }
-  const std::vector<Dim>& dims = op_->outputs.at(index).dims;
+  const std::vector<Dim>& dims = output(index).dims;
   DimsExprs shape{static_cast<int>(dims.size()), {}};
   for (size_t k = 0; k < dims.size(); ++k) {
     shape.d[k] = dims[k].is_symbol() ? sizes.at(dims[k].offset) : builder.constant(size_of(dims[k], params_));
@@ -354,7 +357,7 @@ void OpInstance::enqueue(const PluginTensorDesc* input_descs, const PluginTensor
     params.set(tensors_[i]->offset, inputs[i]);
   }
   for (int i = 0; i < num_outputs(); ++i) {
-    const Tensor& spec = op_->outputs[i];
+    const Tensor& spec = output(i);
     params.set(spec.offset, outputs[i]);
     if (spec.alias < 0 || inputs[spec.alias] == outputs[i]) continue;
     const Tensor& source = op_->inputs[spec.alias];

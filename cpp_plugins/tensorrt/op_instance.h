@@ -50,7 +50,8 @@ class OpInstance {
   OpInstance(const Op& op, const char* layer, const PluginField* fields, int count, Phase phase);
 
   const Op& op() const { return *op_; }
-  int num_outputs() const { return static_cast<int>(op_->outputs.size()); }
+  int num_outputs() const { return static_cast<int>(tensors_.size()) - num_inputs_; }
+  const Tensor& output(int index) const { return *tensors_.at(num_inputs_ + index); }
   // The ABI number and the attributes; they point into this object.
   std::vector<PluginField> fields() const;
 
@@ -75,7 +76,7 @@ class OpInstance {
   std::string layer_;
   Phase phase_;
   Params params_;
-  std::vector<const Tensor*> tensors_;  // the inputs that these attributes call for, then the outputs
+  std::vector<const Tensor*> tensors_;  // the inputs that these attributes call for, then such outputs
   int num_inputs_ = 0;
 };
 

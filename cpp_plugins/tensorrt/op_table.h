@@ -1,6 +1,6 @@
 // What the TensorRT plugins know about an operation. The table itself, op_table.inc, is generated from the
 // declarations in plugins/ and reads like them: a dimension is a number, a word for a static or dynamic size,
-// an attribute, or an attribute divided; some inputs exist only where an attribute exceeds a limit.
+// an attribute, or an attribute divided; some tensors exist only where an attribute exceeds a limit.
 //
 // An operation's parameter struct (dspark_plugins.h) is the only storage: attributes, sizes and pointers are
 // written at their offsets in it, so what a plugin keeps between calls is what a kernel will get.
@@ -73,7 +73,7 @@ struct Tensor {
   Dtype dtype;
   size_t offset;  // of its pointer
   std::vector<Dim> dims;
-  Condition when = kAlways;  // of an input; inputs with a condition come last
+  Condition when = kAlways;  // inputs and outputs with a condition come last
   int alias = kNoAlias;      // of an output: index of the input whose memory it shares
   Contents contents = Contents::kValues;
 };

@@ -28,7 +28,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
   const char* getPluginNamespace() const noexcept override { return kNamespace; }
 
   int32_t getNbOutputs() const noexcept override { return instance_.num_outputs(); }
-  int32_t getAliasedInput(int32_t output) noexcept override { return instance_.op().outputs[output].alias; }
+  int32_t getAliasedInput(int32_t output) noexcept override { return instance_.output(output).alias; }
   int32_t getOutputDataTypes(DataType* types, int32_t num_outputs, const DataType* inputs,
                              int32_t num_inputs) const noexcept override {
     return status([&] {

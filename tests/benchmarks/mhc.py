@@ -23,6 +23,7 @@ from torch import Tensor
 from tests.benchmarks import mhc_peers as peers
 from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, cold_sets, time_graph
 from tests.gpu.kernel_call import KernelCall
+from tests.op_examples import UNQUANTIZED
 
 HIDDEN = 5120
 ROWS = (1, 5, 10, 20, 40, 80)
@@ -53,7 +54,8 @@ def coefficients_call(inputs: list[Tensor]) -> KernelCall:
 
 
 def boundary_call(inputs: list[Tensor], *table: Tensor) -> KernelCall:
-    return KernelCall(MHC_ALL_REDUCE, [*inputs, *table], tp_size=len(table[0]) if table else 1, norm_eps=1e-6)
+    ranks = len(table[0]) if table else 1
+    return KernelCall(MHC_ALL_REDUCE, [*inputs, *table], tp_size=ranks, norm_eps=1e-6, **UNQUANTIZED)
 
 
 def moved_bytes(call: KernelCall) -> int:

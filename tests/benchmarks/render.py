@@ -1,7 +1,7 @@
-"""Renders the committed results as the README's table.
+"""Renders the committed results as the README's tables.
 
-python tests/benchmarks/render.py            print the table
-python tests/benchmarks/render.py README.md  replace what stands between the README's markers
+python tests/benchmarks/render.py            print the tables
+python tests/benchmarks/render.py README.md  replace what stands between the README's markers, of those it has
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = (1, 5, 20, 80)
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 def measurements() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Each result with its file, newest file first."""
     for path in sorted(RESULTS.glob("*.json"), reverse=True):
         run = json.loads(path.read_text())
-        for result in run["results"]:
+        for result in run.get("results", []):
             yield run, result
 
 
@@ -47,14 +46,40 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def acceptance() -> str:
+    """The newest run of examples/measure_acceptance.py, in Markdown."""
+    run = json.loads(max(RESULTS.glob("*-acceptance.json")).read_text())
+    rows, positions = run["acceptance"], range(1, 1 + len(run["acceptance"][0]["kept"]))
+    lines = [
+        f"| temperature | method | tokens a step | {' | '.join(f'{i}' for i in positions)} |",
+        "|---" * (3 + len(positions)) + "|",
+    ]
+    for row in rows:
+        tokens = row["tokens_per_step"]
+        shares = [
+            f"{100 * kept['mean']:.0f}" + (f" ({100 * given['mean']:.0f})" if given else "")
+            for kept, given in zip(row["kept"], row["kept_given_before"], strict=True)
+        ]
+        mean = f"{tokens['mean']:.2f} ({tokens['low']:.2f} to {tokens['high']:.2f})"
+        lines.append(f"| {row['temperature']:g} | {row['method']} | {mean} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+SECTIONS = {"benchmarks": table, "acceptance": acceptance}
+
+
 def main() -> None:
     if len(sys.argv) == 1:
-        print(table())
+        print("\n\n".join(render() for render in SECTIONS.values()))
         return
     path = Path(sys.argv[1])
     text = path.read_text()
-    before, rest = text.split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    for name, render in SECTIONS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n{render()}\n{end}{rest.split(end)[1]}"
+    path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,9 @@ def inputs_of(requests: int) -> list[Tensor]:
     ]
 
 
-def kernel_call(inputs: list[Tensor], *, sampling: bool, logits: bool) -> KernelCall:
-    call = KernelCall(MARKOV_SAMPLING, inputs if sampling else inputs[:4], block_size=BLOCK, sampling=sampling)
-    if not logits:
-        call.pointers["corrected_logits"] = 0
-    return call
+def kernel_call(inputs: list[Tensor], *, sampling: bool, logits: bool, float64: bool = False) -> KernelCall:
+    attributes = {"block_size": BLOCK, "sampling": sampling, "float64_noise": float64, "write_logits": logits}
+    return KernelCall(MARKOV_SAMPLING, inputs if sampling else inputs[:4], **attributes)
 
 
 def torch_chain(base: Tensor, anchors: Tensor, embed: Tensor, head: Tensor, *_: Tensor) -> Tensor:
@@ -133,6 +131,7 @@ def main() -> None:
         "markov_sampling": {"sampling": False, "logits": False},
         "markov_sampling_with_logits": {"sampling": False, "logits": True},
         "markov_sampling_drawn": {"sampling": True, "logits": True},
+        "markov_sampling_drawn_in_float64": {"sampling": True, "logits": True, "float64": True},
     }
     for requests in REQUESTS:
         sets = [inputs_of(requests) for _ in range(cold_sets(VOCAB * RANK * 2))]

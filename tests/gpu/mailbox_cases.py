@@ -11,6 +11,7 @@ from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RES
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits
+from tests.op_examples import UNQUANTIZED
 
 EPS = 1e-6
 
@@ -81,7 +82,7 @@ class Case:
         rest += [] if residual else [draw(rows, 4), draw(hidden).to(dtype)]
         self.label = f"{kind}, {rows} rows, {dtype}, residual_only {residual}, seed {seed}"
         op = MHC_ALL_REDUCE_RESIDUAL_ONLY if residual else MHC_ALL_REDUCE
-        attributes = {} if residual else {"norm_eps": EPS}
+        attributes = {} if residual else {"norm_eps": EPS, **UNQUANTIZED}
         alone = KernelCall(op, [rank_ordered_sum(parts), *rest], tp_size=1, **attributes)
         self.expected = [t.clone() for t in alone.run()]
         self.fused = KernelCall(op, [parts[rank], *rest, table], tp_size=ranks, **attributes)

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.gpu
 @formats
 def test_draft_against_float64(seed: int, activation: torch.dtype, cache: dict[str, Any]) -> None:
     """KV-2, KV-8, POS-1: short and full contexts, far positions, unwritten rows NaN."""
-    positions = [0, 1, 7, 64, 127, 128, 12000, 2**20 - 6]
-    inputs = draft_inputs(Draw(seed, activation), positions, list(range(8))[::-1], ring=(8, 128, 512))
+    positions = [0, 1, 7, 64, 127, 128, 12000, 65536, 2**20 - 6, 2**31 - 8]
+    inputs = draft_inputs(Draw(seed, activation), positions, list(range(10))[::-1], heads=16, ring=(10, 128, 512))
     attended = call(DRAFT_ATTENTION, inputs, **cache)[0]
     wanted = draft_reference(inputs, cache)
     for r in range(len(positions)):
@@ -56,7 +56,10 @@ def test_draft_against_float64(seed: int, activation: torch.dtype, cache: dict[s
         (3, 1, 1, 64),  # one key of each kind
         (1, 8, 59, 128),  # the block's rows end in the second key block
         (7, 5, 61, 192),  # and lie in two of them
-        (16, 5, 300, 512),  # more key blocks than shared memory holds
+        (16, 5, 300, 512),  # two chunks of keys; the block's rows lie in the second
+        (3, 16, 187, 512),  # and in both
+        (5, 3, 200, 256),  # clusters of four
+        (6, 5, 130, 384),  # of two, with three slices of channels a block
         (128, 2, 128, 512),  # V4-Pro's heads
     ],
 )
@@ -133,7 +136,7 @@ def test_slots_outside_give_zero_rows(seed: int, activation: torch.dtype) -> Non
 
 @activations
 def test_a_request_alone_and_in_a_batch(seed: int, activation: torch.dtype) -> None:
-    """HC-7, GR-1: the same bits alone, in a batch of eight that takes two tiles a block, and in another order."""
+    """HC-7, GR-1: the same bits alone, in a batch of eight, and in another order."""
     positions = [3, 128, 500, 64, 12000, 127, 65, 4]
     inputs = draft_inputs(Draw(seed, activation), positions, [4, 2, 7, 0, 1, 3, 6, 5], ring=(8, 128, 512))
     everything = call(DRAFT_ATTENTION, inputs, **V41)[0]
@@ -196,6 +199,7 @@ def test_target_prefill(seed: int) -> None:
         (DRAFT_ATTENTION, TINY | {"head_dim": 1024}, (1, 16, 1024), torch.bfloat16),
         (DRAFT_ATTENTION, TINY | {"quant_group": 24, "quant_width": 48}, (1, 16, 64), torch.bfloat16),
         (DRAFT_ATTENTION, TINY | {"quant_width": 40}, (1, 16, 64), torch.float32),  # no multiple of the group
+        (DRAFT_ATTENTION, V41 | {"quant_group": 128}, (1, 16, 512), torch.bfloat16),  # in two slices of channels
         (DRAFT_ATTENTION, V41 | {"rope_dims": 256}, (1, 16, 512), torch.float32),
         (TARGET_ATTENTION, TINY | {"window": 17}, (1, 17, 64), torch.float32),  # longer than the ring, see below
     ],

@@ -14,11 +14,12 @@ import torch
 from dspark_trt.plugins.hc_collapse import HC_COLLAPSE
 from dspark_trt.plugins.kernels import launch
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
-from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
+from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS, sum_over_streams
 from dspark_trt.plugins.op import Op
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits, call, capture
+from tests.op_examples import UNQUANTIZED
 
 pytestmark = pytest.mark.gpu
 
@@ -110,6 +111,22 @@ def test_coefficients(dtype: torch.dtype, hidden: int, seed: int) -> None:
     assert_rows_independent(MHC_COEFFICIENTS, inputs, (0,), whole, **COEFFICIENTS)
 
 
+@pytest.mark.parametrize("hidden", [64, 320, *HIDDEN])
+@over_dtypes
+def test_coefficients_of_equal_streams(dtype: torch.dtype, hidden: int, seed: int) -> None:
+    """HC-3, HC-7, HC-8: the first sublayer's shortcut is the general path on four copies; the last slice of 256
+    channels may be a part. The other three streams are not read."""
+    streams, fn, scale, base = coefficient_inputs(Draw(seed), MOST, hidden, dtype, size=30)
+    streams = streams[:, :1].expand(-1, 4, -1).contiguous()
+    inputs = [streams, sum_over_streams(fn), scale, base]
+    whole = call(MHC_COEFFICIENTS, inputs, **COEFFICIENTS)
+    assert_coefficients(whole, coefficients64(streams, fn, scale, base, **COEFFICIENTS))
+    assert_rows_independent(MHC_COEFFICIENTS, inputs, (0,), whole, **COEFFICIENTS)
+    streams[:, 1:] = float("nan")
+    for got, want in zip(call(MHC_COEFFICIENTS, inputs, **COEFFICIENTS), whole, strict=True):
+        assert torch.equal(bits(got), bits(want))
+
+
 @pytest.mark.parametrize(("hc_eps", "iterations"), [(1e-6, 1), (1e-2, 20), (1e-6, 3)])
 def test_coefficients_eps_and_rounds(hc_eps: float, iterations: int, seed: int) -> None:
     """HC-1: eps is added to each sum, not to each quotient."""
@@ -168,7 +185,7 @@ def test_boundary(dtype: torch.dtype, hidden: int, seed: int) -> None:
     """HC-3, HC-4, HC-7."""
     inputs = boundary_inputs(Draw(seed), MOST, hidden, dtype)
     partial, streams, post, comb, pre, weight = inputs
-    attributes = {"tp_size": 1, "norm_eps": 1e-6}
+    attributes = {"tp_size": 1, "norm_eps": 1e-6, **UNQUANTIZED}
     whole = call(MHC_ALL_REDUCE, inputs, **attributes)
     mixed, collapsed, normed = whole
     assert_mixed(mixed, partial, streams, post, comb)
@@ -190,7 +207,7 @@ def test_boundary(dtype: torch.dtype, hidden: int, seed: int) -> None:
 def test_streams_and_hidden_have_the_reference_bits(dtype: torch.dtype, seed: int) -> None:
     """The rounding order is the reference's, not only as good."""
     inputs = boundary_inputs(Draw(seed), 5, 5120, dtype)
-    attributes = {"tp_size": 1, "norm_eps": 1e-6}
+    attributes = {"tp_size": 1, "norm_eps": 1e-6, **UNQUANTIZED}
     want = MHC_ALL_REDUCE(*(t.cpu() for t in inputs), **attributes)
     got = call(MHC_ALL_REDUCE, inputs, **attributes)
     for g, w in zip(got[:2], want[:2], strict=True):
@@ -201,7 +218,7 @@ def test_streams_and_hidden_have_the_reference_bits(dtype: torch.dtype, seed: in
 def test_boundary_of_other_widths(hidden: int, seed: int) -> None:
     """One block, idle threads in the last block, full clusters, larger blocks."""
     inputs = boundary_inputs(Draw(seed), 3, hidden, torch.bfloat16)
-    mixed, collapsed, normed = call(MHC_ALL_REDUCE, inputs, tp_size=1, norm_eps=1e-20)
+    mixed, collapsed, normed = call(MHC_ALL_REDUCE, inputs, tp_size=1, norm_eps=1e-20, **UNQUANTIZED)
     assert_mixed(mixed, *inputs[:4])
     assert_collapsed(collapsed, mixed, inputs[4])
     z = collapsed.double()
@@ -220,7 +237,7 @@ def every_call(draw: Draw, rows: int, hidden: int, dtype: torch.dtype) -> list[K
     inputs = boundary_inputs(draw, rows, hidden, dtype)
     return [
         KernelCall(MHC_COEFFICIENTS, coefficient_inputs(draw, rows, hidden, dtype), **COEFFICIENTS),
-        KernelCall(MHC_ALL_REDUCE, inputs, tp_size=1, norm_eps=1e-6),
+        KernelCall(MHC_ALL_REDUCE, inputs, tp_size=1, norm_eps=1e-6, **UNQUANTIZED),
         KernelCall(MHC_ALL_REDUCE_RESIDUAL_ONLY, inputs[:4], tp_size=1),
         KernelCall(HC_COLLAPSE, [inputs[1], inputs[4]]),
     ]
@@ -261,7 +278,7 @@ def test_a_chain_reads_what_the_kernel_before_it_wrote(seed: int) -> None:
     inputs = boundary_inputs(draw, rows, hidden, dtype)
     calls: list[KernelCall] = []
     for _ in range(40):
-        boundary = KernelCall(MHC_ALL_REDUCE, inputs, tp_size=1, norm_eps=1e-6)
+        boundary = KernelCall(MHC_ALL_REDUCE, inputs, tp_size=1, norm_eps=1e-6, **UNQUANTIZED)
         coefficients = KernelCall(MHC_COEFFICIENTS, [boundary.outputs[0], *parameters], **COEFFICIENTS)
         pre, post, comb = coefficients.outputs
         collapsed = KernelCall(HC_COLLAPSE, [boundary.outputs[0], pre])
@@ -301,6 +318,7 @@ def test_refusals(seed: int) -> None:
     coefficients, boundary, residual, collapse = every_call(Draw(seed), 3, 256, torch.bfloat16)
     shape, pointer = "shape or attribute", "null or not aligned"
     refused(coefficients, shape, sizes={"K": 1028})
+    refused(coefficients, shape, sizes={"K": 512})
     refused(coefficients, shape, sizes={"H": 200, "K": 800})
     refused(coefficients, shape, sinkhorn_iters=0)
     refused(coefficients, pointer, streams=0)

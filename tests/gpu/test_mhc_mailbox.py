@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall
 from tests.gpu.mailbox_cases import EPS, KINDS, Case
+from tests.op_examples import UNQUANTIZED
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +113,6 @@ def test_a_mailbox_of_another_width_is_noticed(seed: int) -> None:
     job = Ranks(2, 512, torch.bfloat16)
     other = Ranks(2, 256, torch.bfloat16).cases("normal", seed, 3, residual=False)[0].fused
     before = [job.slots(r).clone() for r in range(2)]
-    KernelCall(MHC_ALL_REDUCE, [*other.inputs[:-1], job.tables[0]], tp_size=2, norm_eps=EPS).run()
+    KernelCall(MHC_ALL_REDUCE, [*other.inputs[:-1], job.tables[0]], tp_size=2, norm_eps=EPS, **UNQUANTIZED).run()
     assert int(job.word(0, "fault")) == layout.MAILBOX_MISFIT
     assert all(torch.equal(job.slots(r), before[r]) for r in range(2))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -29,27 +29,29 @@ HIDDEN = 5120
 Report = Any
 
 
-class GlooCommunicator:
-    """What a mailbox asks of a communicator, over torch.distributed on the host."""
+class StoreCommunicator:
+    """What a mailbox and NCCL ask of a communicator, through a store that the parent process keeps."""
 
     def __init__(self, rank: int, port: int):
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=RANKS, rank=rank)
+        self._store, self._turn = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)), 0
         self.rank, self.size = rank, RANKS
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        self._turn += 1
+        self._store.set(f"{self._turn} {self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"{self._turn} {rank}")) for rank in range(self.size)]
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        return self.all_gather_object(value)[root]
 
     def barrier(self) -> None:
-        dist.barrier()
+        self.all_gather_object(None)
 
 
 def _run_rank(work: Callable[..., Report], rank: int, port: int, seed: int, reports: Any) -> None:
     try:
         torch.cuda.set_device(rank)
-        reports.put((rank, work(GlooCommunicator(rank, port), seed), ""))
+        reports.put((rank, work(StoreCommunicator(rank, port), seed), ""))
     except BaseException:
         reports.put((rank, None, traceback.format_exc()))
         raise
@@ -57,12 +59,10 @@ def _run_rank(work: Callable[..., Report], rank: int, port: int, seed: int, repo
 
 def run_ranks(work: Callable[..., Report], seed: int, timeout_s: float, survivors: int = RANKS) -> dict[int, Report]:
     """``work(communicator, seed)`` of each rank that lives; fails with the traceback of one that raises."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
-    processes = [context.Process(target=_run_rank, args=(work, r, port, seed, reports)) for r in range(RANKS)]
+    processes = [context.Process(target=_run_rank, args=(work, r, store.port, seed, reports)) for r in range(RANKS)]
     for process in processes:
         process.start()
     results: dict[int, Report] = {}
@@ -85,7 +85,7 @@ def run_ranks(work: Callable[..., Report], seed: int, timeout_s: float, survivor
     return results
 
 
-def assert_all_slots_empty(communicator: GlooCommunicator, box: Mailbox, dtype: torch.dtype) -> None:
+def assert_all_slots_empty(communicator: StoreCommunicator, box: Mailbox, dtype: torch.dtype) -> None:
     torch.cuda.synchronize()
     communicator.barrier()
     raw = box._memory.read(box._own, region_bytes(RANKS, HIDDEN, dtype))
@@ -95,7 +95,7 @@ def assert_all_slots_empty(communicator: GlooCommunicator, box: Mailbox, dtype: 
     assert bool((slots == torch.iinfo(integer).min).all())
 
 
-def _every_payload(communicator: GlooCommunicator, seed: int) -> Report:
+def _every_payload(communicator: StoreCommunicator, seed: int) -> Report:
     rank, start = communicator.rank, time.monotonic()
     times = {}
     for late, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
@@ -135,7 +135,7 @@ def _beyond_capacity(box: Mailbox, rank: int, seed: int, dtype: torch.dtype) -> 
     case.run()
 
 
-def _hundred_thousand(communicator: GlooCommunicator, box: Mailbox, seed: int, dtype: torch.dtype) -> None:
+def _hundred_thousand(communicator: StoreCommunicator, box: Mailbox, seed: int, dtype: torch.dtype) -> None:
     """TP-1, TP-4: two graphs of fifty calls, replayed in random order; the row counts jump from call to call."""
     rank, order = communicator.rank, torch.Generator().manual_seed(seed)
     rows = [r for i in range(1, 26) for r in (i, 41 - i)]
@@ -181,7 +181,7 @@ def test_every_payload_row_count_and_order(seed: int) -> None:
     assert set(reports) == {0, 1}
 
 
-def _lose_a_peer(communicator: GlooCommunicator, seed: int) -> Report:
+def _lose_a_peer(communicator: StoreCommunicator, seed: int) -> Report:
     rank, dtype = communicator.rank, torch.bfloat16
     box = Mailbox.create(communicator, HIDDEN, dtype, torch.device("cuda", rank), timeout_s=1.5)
     cases = [Case(box.tensor, rank, "normal", seed + i, (5, HIDDEN), dtype, residual=False) for i in range(6)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.plugins.kernels import kernel_scope
-from dspark_trt.plugins.markov_sampling import MARKOV_SAMPLING
+from dspark_trt.plugins.markov_sampling import MARKOV_SAMPLING, gumbel_noise
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits, call, capture
@@ -46,8 +46,18 @@ def example(
     return inputs
 
 
-def run(inputs: list[Tensor]) -> list[Tensor]:
-    return call(MARKOV_SAMPLING, inputs, block_size=inputs[0].shape[1], sampling=len(inputs) > 4)
+def attributes(inputs: list[Tensor], *, float64: bool = False, logits: bool = True) -> dict[str, Any]:
+    sampling = len(inputs) > 4
+    return {
+        "block_size": inputs[0].shape[1],
+        "sampling": sampling,
+        "float64_noise": float64 and sampling,
+        "write_logits": logits,
+    }
+
+
+def run(inputs: list[Tensor], **options: bool) -> list[Tensor]:
+    return call(MARKOV_SAMPLING, inputs, **attributes(inputs, **options))
 
 
 def hashed(x: Tensor) -> Tensor:
@@ -140,14 +150,18 @@ def test_block_sizes(seed: int, block: int) -> None:
 
 
 @activations
-@modes
-def test_same_tokens_as_the_reference(seed: int, activation: torch.dtype, sampling: bool) -> None:
-    inputs = example(seed, activation, 6, 3000, 128, sampling=sampling)
-    tokens, features, corrected = run(inputs)
-    attributes = MARKOV_SAMPLING.attributes_type(block_size=5, sampling=sampling)
-    wanted = MARKOV_SAMPLING.reference(attributes, *(tensor.cpu() for tensor in inputs))
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "float64"])
+@pytest.mark.parametrize("requests", [1, 6, 9])
+def test_same_tokens_as_the_reference(seed: int, activation: torch.dtype, requests: int, mode: str) -> None:
+    inputs = example(seed, activation, requests, 3000, 128, sampling=mode != "greedy")
+    inputs[0][0, 1] = -torch.inf
+    inputs[0][-1, 2, 5:], inputs[0][-1, 3, 7] = torch.nan, torch.inf
+    options = {"float64": mode == "float64"}
+    tokens, features, corrected = run(inputs, **options)
+    values = MARKOV_SAMPLING.attributes_type(**attributes(inputs, **options))
+    wanted = MARKOV_SAMPLING.reference(values, *(tensor.cpu() for tensor in inputs))
     assert torch.equal(tokens.cpu(), wanted[0]) and torch.equal(features.cpu(), wanted[1])
-    assert float((corrected.cpu() - wanted[2]).abs().max()) < 3e-5
+    assert float((corrected.cpu() - wanted[2]).nan_to_num(0.0).abs().max()) < 3e-5
 
 
 def without_bias(base: Tensor, activation: torch.dtype = torch.bfloat16, rank: int = 256) -> list[Tensor]:
@@ -243,7 +257,7 @@ def test_a_graph_replays_what_eager_calls_compute(seed: int, requests: int, samp
     first, second = (example(seed + i, torch.bfloat16, requests, 5000, 256, sampling=sampling) for i in range(2))
     wanted = [[tensor.clone() for tensor in run(inputs)] for inputs in (first, second)]
     captured = [tensor.clone() for tensor in first]
-    one = KernelCall(MARKOV_SAMPLING, captured, block_size=5, sampling=sampling)
+    one = KernelCall(MARKOV_SAMPLING, captured, **attributes(captured))
     graph, nodes = capture(one)
     assert nodes == 2
     for turn in range(20):
@@ -256,14 +270,47 @@ def test_a_graph_replays_what_eager_calls_compute(seed: int, requests: int, samp
             assert torch.equal(bits(got), bits(expected)), f"replay {turn}"
 
 
-def test_logits_are_not_written_unless_asked_for(seed: int) -> None:
-    inputs = example(seed, torch.bfloat16, 2, 3000, 256)
-    tokens, features, _ = run(inputs)
-    quiet = KernelCall(MARKOV_SAMPLING, inputs, block_size=5, sampling=False)
-    quiet.pointers["corrected_logits"] = 0
+@modes
+def test_logits_are_there_when_asked_for(seed: int, sampling: bool) -> None:
+    """Without them the pointer isn't looked at, with them it must be one."""
+    inputs = example(seed, torch.bfloat16, 2, 3000, 256, sampling=sampling)
+    tokens, features, corrected = run(inputs)
+    quiet = KernelCall(MARKOV_SAMPLING, inputs, **attributes(inputs, logits=False))
+    quiet.pointers["corrected_logits"] = corrected.data_ptr()
+    corrected.view(torch.int32).fill_(-1)
     outputs = quiet.run()
-    assert torch.equal(outputs[0], tokens) and torch.equal(bits(outputs[1]), bits(features))
-    assert bool((bits(outputs[2]) == -1).all())
+    assert torch.equal(outputs[0], tokens) and torch.equal(bits(outputs[1]), bits(features)) and len(outputs) == 2
+    assert bool((bits(corrected) == -1).all())
+
+
+@pytest.mark.parametrize("requests", [1, 8, 40])
+def test_float64_noise_decides_what_float32_does_not(requests: int) -> None:
+    """Token 1's logit is the difference of the noises rounded to float32, so a score of 1e-8 decides, mostly."""
+    block, wrong = 8, 0
+    for turn in range(200 // requests):
+        numbers = torch.arange(turn * requests, (turn + 1) * requests, dtype=torch.int32)
+        seeds, positions = torch.stack((numbers, numbers % 3), 1), numbers * block
+        drawn = torch.stack(
+            [gumbel_noise(seeds, positions + i, 2, salt=SALT, float64=True) for i in range(block)], 1
+        )  # [requests, block, 2]
+        base = torch.zeros(requests, block, 2)
+        base[..., 1] = (drawn[..., 0] - drawn[..., 1]).float()
+        lead = base[..., 1].double() + drawn[..., 1] - drawn[..., 0]
+        keys = [positions.to(DEVICE), torch.ones(requests, device=DEVICE), seeds.to(DEVICE)]
+        inputs = [*without_bias(base.to(DEVICE)), *keys]
+        clear = lead.abs() > 1e-9  # the rounding of scores of size one to 33 bits
+        assert torch.equal(run(inputs, float64=True)[0].cpu()[clear], (lead > 0).int()[clear])
+        wrong += int((run(inputs)[0].cpu() != (lead > 0).int())[clear].sum())
+    assert wrong > 50
+
+
+def test_float64_noise_wants_a_small_vocabulary() -> None:
+    """Ids have 20 bits."""
+    inputs = example(0, torch.bfloat16, 1, 100, 32, sampling=True)
+    one = KernelCall(MARKOV_SAMPLING, inputs, **attributes(inputs, float64=True))
+    one.sizes["V"] = 2**20 + 1
+    with pytest.raises(RuntimeError, match="shape or attribute"):
+        one.launch()
 
 
 @pytest.mark.parametrize(
@@ -317,18 +364,20 @@ def test_unsupported_shapes_are_refused(
     requests: int, vocab: int, rank: int, block: int, activation: torch.dtype
 ) -> None:
     inputs = example(0, activation, requests, vocab, rank, block=block)
-    one = KernelCall(MARKOV_SAMPLING, inputs, block_size=block, sampling=False)
+    one = KernelCall(MARKOV_SAMPLING, inputs, **attributes(inputs))
     with pytest.raises(RuntimeError, match="shape or attribute"):
         one.launch()
     assert bool((bits(one.outputs[0]) == -1).all())
 
 
-@pytest.mark.parametrize("name", ["base_logits", "anchor_ids", "embed", "head", "draft_tokens", "features", "seeds"])
+POINTERS = ["base_logits", "anchor_ids", "embed", "head", "seeds", "draft_tokens", "features", "corrected_logits"]
+
+
+@pytest.mark.parametrize("name", POINTERS)
 @pytest.mark.parametrize("offset", [None, 2])
 def test_bad_pointers_are_refused(name: str, offset: int | None) -> None:
-    one = KernelCall(
-        MARKOV_SAMPLING, example(0, torch.bfloat16, 1, 100, 32, sampling=True), block_size=5, sampling=True
-    )
+    inputs = example(0, torch.bfloat16, 1, 100, 32, sampling=True)
+    one = KernelCall(MARKOV_SAMPLING, inputs, **attributes(inputs))
     one.pointers[name] = 0 if offset is None else one.pointers[name] + offset
     with pytest.raises(RuntimeError, match="null or not aligned"):
         one.launch()
@@ -339,12 +388,12 @@ def test_strided_logits_are_refused() -> None:
     inputs = example(0, torch.bfloat16, 2, 100, 32)
     inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)
     with kernel_scope(), pytest.raises(ValueError, match="base_logits must be contiguous"):
-        MARKOV_SAMPLING(*inputs, block_size=5, sampling=False)
+        MARKOV_SAMPLING(*inputs, **attributes(inputs))
 
 
 def test_no_requests_is_a_no_op() -> None:
     inputs = example(0, torch.bfloat16, 1, 100, 32)
-    one = KernelCall(MARKOV_SAMPLING, inputs, block_size=5, sampling=False)
+    one = KernelCall(MARKOV_SAMPLING, inputs, **attributes(inputs))
     one.sizes["requests"] = 0
     one.launch()
     assert bool((bits(one.outputs[0]) == -1).all())

@@ -87,12 +87,10 @@ def unlike(communicator: Communicator) -> dict[str, object]:
     """Ranks whose logits differ: rank 0's tokens on all, or the check's error."""
     tables = Tables.random(9, 5)
     target = TiltedTarget(tables, communicator.rank)
-    loop = table_decoder(tables, communicator=communicator)
-    loop._target = target
+    loop = table_decoder(tables, target=target, communicator=communicator)
     done, _ = loop.generate([[0], [1]], SamplingParams(max_tokens=200, stop_token_ids=[3]))
     texts = communicator.all_gather_object([c.token_ids for c in done])
-    checked = table_decoder(tables, communicator=communicator, check_lockstep=True)
-    checked._target = target
+    checked = table_decoder(tables, target=target, communicator=communicator, check_lockstep=True)
     try:
         checked.generate([[0]], SamplingParams(max_tokens=9))
         error = ""

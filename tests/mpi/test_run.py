@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
@@ -41,7 +42,8 @@ def write_prompts(path: Path, *prompts: str) -> Path:
 
 def error_lines(text: str) -> list[str]:
     """What the program itself said on stderr, without the launcher's own remarks."""
-    return [line for line in text.splitlines() if re.match(r"error: |rank \d+: ", line)]
+    # The launcher writes at the same time, and may leave a blank in front of a rank's line.
+    return [line.strip() for line in text.splitlines() if re.match(r"\s*(error: |rank \d+: )", line)]
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -85,6 +87,46 @@ def test_a_launcher_changes_nothing_for_one_rank(engines: Engines, tmp_path: Pat
         outputs.append(json.loads(stats.read_text()))
     assert outputs[0]["completions"] == outputs[1]["completions"]
     assert outputs[0]["identical_to_target_only"] is None
+
+
+def test_sampling_and_scheduling_on_two_ranks(engines: Engines, tmp_path: Path) -> None:
+    """Sampled text by block verification, as many drafts as pay for themselves; both ranks go by rank 0's costs,
+    which are shown once."""
+    job = run_example(
+        2,
+        engines(2),
+        *("--prompt", *PROMPTS[:2], "--max-output-len", "12", "--check-lockstep", "--temperature", "0.8"),
+        *("--top-p", "0.95", "--seed", "5", "--rejection-sample-method", "block", "--stop", "never said"),
+        *("--scheduler", "early-stop", "--profile-costs", "--confidence-temperatures", *"11111"),
+        *("--stats-json", tmp_path / "stats.json"),
+    )
+    assert job.status == 0, job.err
+    assert job.out.count("costs, ms") == 1
+    assert job.out.count("drafts are greedy, built without --sampling") == 1
+    report = json.loads((tmp_path / "stats.json").read_text())
+    assert max(map(int, report["costs"]["draft_seconds"])) == 2
+    assert max(map(int, report["costs"]["verify_seconds"])) == 12
+    assert report["sampling"]["top_p"] == 0.95 and report["sampling"]["stop"] == ["never said"]
+    assert report["verification"]["rejection_sample_method"] == "block"
+    assert report["tokens_per_step"] > 1
+
+
+def test_where_the_time_goes(engines: Engines, tmp_path: Path) -> None:
+    """--profile and --trace: phases of a step, and one timeline in which both ranks do the same."""
+    trace = tmp_path / "deep" / "trace.json.gz"
+    job = run_example(2, engines(2), "--prompt", PROMPTS[0], "--max-output-len", "8", "--profile", "--trace", trace)
+    assert job.status == 0, job.err
+    phases = re.findall(r"│ (target|verify|draft|host gap) +│ ([0-9.-]+) +│ (-?[0-9]+)% +│", job.out)
+    assert [name for name, _, _ in phases] == ["target", "verify", "draft", "host gap"]
+    assert all(float(ms) > 0 for _, ms, _ in phases[:3])
+    assert 95 <= sum(int(share) for _, _, share in phases) <= 105
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    spans = [event for event in events if event["name"] in ("target", "verify", "draft") and event["ph"] == "X"]
+    by_rank = {pid: [e["name"] for e in spans if e["pid"] == pid] for pid in {e["pid"] for e in spans}}
+    assert len(by_rank) == 2
+    first, second = by_rank.values()
+    assert first == second
+    assert {"target", "verify", "draft"} == set(first)
 
 
 def test_without_drafts(engines: Engines, tmp_path: Path) -> None:
@@ -226,6 +268,10 @@ def test_a_missing_rank_file(engines: Engines, tmp_path: Path, name: str) -> Non
         (["--prompt", "It", "--prompts-file", "x.txt"], "--prompt and --prompts-file were both given"),
         (["--prompts-file", "absent.txt"], "absent.txt: No such file or directory"),
         (["--prompt", "It", "--backend", "tensorrt"], "--backend tensorrt: .*Leave the option out"),
+        (["--top-k", "3", "--stop", ""], "stop is .*not empty; temperature is 0, which is greedy: top_k"),
+        (["--prompt", "It", "--timeout", "0"], r"--timeout is 0\.0, expected a number of seconds above 0"),
+        (["--profile-costs", "--num-draft-tokens", "6"], "--profile-costs measures .*; --num-draft-tokens is 6, the"),
+        (["--scheduler", "threshold", "--confidence-threshold", "2"], "a confidence threshold of 2.0, expected a"),
     ],
 )
 def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], message: str) -> None:
@@ -234,6 +280,7 @@ def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], 
     assert job.status != 0
     lines = error_lines(job.err)
     assert lines and all(re.match(rf"rank [01]: \w+: {message}", line) for line in lines), job.err
+    assert len(lines) == len(set(lines)), "once a rank"
     assert "Traceback" not in job.err
 
 
@@ -242,7 +289,7 @@ def test_a_plot_of_no_drafts(engines: Engines, tmp_path: Path, capsys: pytest.Ca
         load_example("run").main(
             ["--engine-dir", str(engines(1)), "--no-speculative", "--plot", str(tmp_path / "x.png")]
         )
-    assert "--plot draws accepted drafts, and --no-speculative makes none" in capsys.readouterr().err
+    assert "--no-speculative makes no drafts, which --plot asks for" in capsys.readouterr().err
 
 
 def test_an_empty_prompts_file(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,12 +319,12 @@ import os, signal, sys, time
 sys.path.insert(0, {examples!r})
 import run
 from dspark_trt.builder.checkpoint import CheckpointError
-from dspark_trt.runtime_py import decoder, verification
+from dspark_trt.runtime_py import opening, verification
 from dspark_trt.runtime_py.communicator import MpiCommunicator
 
 where, directory = sys.argv[1:]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-load, verify, steps = decoder.load_network, verification.verify_greedy, 0
+load, verify, steps = opening.load_network, verification.verify_greedy, 0
 
 def fail(error):
     print(f"failing at {{time.time()}}", flush=True)
@@ -298,7 +345,7 @@ def failing_verify(drafts, logits):
     return verify(drafts, logits)
 
 if rank == 1:
-    decoder.load_network = failing_load
+    opening.load_network = failing_load
     if where != "load":
         verification.verify_greedy = failing_verify
 sys.exit(run.main(["--engine-dir", directory, "--prompt", "It was", "--max-output-len", "64"]))

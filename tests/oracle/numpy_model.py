@@ -218,7 +218,8 @@ class NumpyDraft(NumpyModel):
     ) -> dict[str, Array]:
         """The stages of one greedy pass."""
         self.trace, self.forced = {}, forced or {}
-        keys, block = self.keys, self.keys["dspark_block_size"]
+        keys, skipped = self.keys, int(not self.keys.get("dspark_sample_from_anchor", True))
+        block = keys["dspark_block_size"] + skipped
         stages = [(f"mtp.{s}", f"stage{s}") for s in range(self.stages)]
         top_k = keys["dspark_num_experts_per_tok"] if self.v41 else keys["num_experts_per_tok"]
 
@@ -254,7 +255,7 @@ class NumpyDraft(NumpyModel):
         embedded = self.get("embed.weight")[tokens.reshape(-1)]
         between, previous = self.layers(embedded, stages, attend, feed)
         last = stages[-1][0]
-        hidden = self.head(between[-1], previous, f"{last}.").reshape(len(anchors), block, -1)
+        hidden = self.head(between[-1], previous, f"{last}.").reshape(len(anchors), block, -1)[:, skipped:]
         hidden = self.record("hidden_prenorm", hidden)
         base = self.record("base_logits", self.norm(hidden, f"{last}.norm") @ self.get("head.weight").T)
         names = ("embed", "head") if self.v41 else ("markov_w1", "markov_w2")

@@ -48,6 +48,23 @@ def test_draft_stages_in_float32(tiny: Tiny, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_of_a_draft_that_does_not_sample_from_the_anchor(tiny: Tiny, variant: str) -> None:
+    """POS-2: six rows from the anchor's position on for five drafts, the rows behind the anchor are the ones that
+    are sampled; the tokens, the bias and the confidence of a draft that samples row 0 differ."""
+    checkpoint = tiny(variant, dspark_sample_from_anchor=False)
+    passes = two_steps(checkpoint)
+    found, oracle = run_draft(checkpoint, passes), numpy_draft(checkpoint)
+    for one in passes:
+        wanted = oracle.run(*one.arrays())
+    assert set(wanted) <= set(found), "a stage was not compared"
+    assert [found[n].shape[1] for n in ("hidden_prenorm", "base_logits", "draft_tokens", "confidence")] == [5] * 4
+    assert found["stage0_attn_in"].shape[0] == 6 * len(passes[1].anchors)
+    assert not differences(found, wanted, FLOAT32)
+    anchored = run_draft(tiny(variant), passes)
+    assert not np.array_equal(anchored["draft_tokens"], found["draft_tokens"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_draft_rings_hold_the_accepted_rows_alone(tiny: Tiny, variant: str) -> None:
     """KV-3: entry p at slot p mod W, nothing from rejected rows, everything else untouched (still NaN)."""
     checkpoint = tiny(variant)

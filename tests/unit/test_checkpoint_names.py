@@ -206,6 +206,29 @@ def test_markov_tables_under_the_other_releases_names_are_refused(variant: str, 
     assert f"1 not known: mtp.2.{other}.weight" in message
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("kind", "projection"), [("gated", "gate_proj"), ("rnn", "joint_proj")])
+def test_projections_of_markov_heads(kind: str, projection: str, variant: str, tmp_path: Path) -> None:
+    """Wanted where config.json names such a head, under their released names, and refused where it does not."""
+    config, plain = tiny_config(variant, dspark_markov_head_type=kind), tiny_config(variant)
+    complete = headers(config)
+    names = {f"mtp.2.markov_head.{projection}.{part}" for part in ("weight", "bias")}
+    assert set(complete) - set(headers(plain)) == names
+    plan = plan_conversion(write_headers(tmp_path, config, complete), tp_size=2)
+    assert {plan.entries[name].split for name in names} == {None} and names <= set(plan.rank_tensors)
+    for name in names:
+        tensors = {other: info for other, info in complete.items() if other != name}
+        assert f"1 missing: {name}" in refusal(tmp_path, config, tensors)
+    assert f"2 not known: {', '.join(sorted(names))}" in refusal(tmp_path, plain, complete)
+    other = tiny_config(variant, dspark_markov_head_type="rnn" if kind == "gated" else "gated")
+    message = refusal(tmp_path, other, complete)
+    assert "2 missing" in message and f"2 not known: {', '.join(sorted(names))}" in message
+    rank = {"gated": 32, "rnn": 96}[kind]
+    bias = f"mtp.2.markov_head.{projection}.bias"
+    wrong = {**complete, bias: ("BF16", (rank - 1,))}
+    assert f"{bias} has shape [{rank - 1}], config.json makes it [{rank}]" in refusal(tmp_path, config, wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -163,11 +163,61 @@ def test_another_draft_length_than_the_trained_block_is_refused(asked: int) -> N
         check_draft_length(draft, asked)
 
 
-def test_fill_in_drafts_are_refused() -> None:
-    """POS-2: the layout whose row 0 is not sampled would shift every proposal by one."""
-    config = tiny_config("v4.1")
-    language_keys(config)["dspark_sample_from_anchor"] = False
-    assert "only anchor-first drafts are supported" in refusal(config)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layout_of_a_block(variant: str) -> None:
+    """POS-2: as many rows as drafts by default, one more where row 0 is not sampled; anything but a flag is refused."""
+    rows = {}
+    for flag in (None, True, False):
+        overrides = {} if flag is None else {"dspark_sample_from_anchor": flag}
+        draft = parse_configs(tiny_config(variant, **overrides))[1]
+        assert draft == from_dict(DraftConfig, to_dict(draft)) and draft.block_size == 5
+        rows[flag] = draft.block_rows
+    assert rows == {None: 5, True: 5, False: 6}
+    assert "dspark_sample_from_anchor is 0, expected bool" in refusal(tiny_config(variant, dspark_sample_from_anchor=0))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_markov_head_and_transform_of_logits(variant: str) -> None:
+    """The released drafts have a vanilla head and no transform; what the bias goes through has to be said."""
+
+    def draft(**overrides: Any) -> DraftConfig:
+        found = parse_configs(tiny_config(variant, **overrides))[1]
+        assert found == from_dict(DraftConfig, to_dict(found))
+        return found
+
+    plain = draft()
+    assert (plain.markov_head, plain.logit_scale, plain.logit_softcap) == ("vanilla", 1.0, None)
+    assert not plain.apply_output_logit_transform and not plain.transforms_logits
+    assert draft(dspark_markov_head_type="rnn").markov_head == "rnn"
+    both = draft(dspark_logit_scale=2, dspark_final_logit_softcapping=30, dspark_apply_output_logit_transform=True)
+    assert (both.logit_scale, both.logit_softcap, both.apply_output_logit_transform) == (2.0, 30.0, True)
+    assert (
+        both.transforms_logits
+        and draft(
+            dspark_logit_scale=1.0, dspark_final_logit_softcapping=9.0, dspark_apply_output_logit_transform=False
+        ).transforms_logits
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"dspark_markov_head_type": "lstm"},
+            "dspark_markov_head_type is 'lstm', supported: ['gated', 'rnn', 'vanilla']",
+        ),
+        ({"dspark_logit_scale": 2.0}, "dspark_apply_output_logit_transform is missing"),
+        ({"dspark_final_logit_softcapping": 30.0}, "dspark_apply_output_logit_transform is missing"),
+        ({"dspark_logit_scale": 0.0, "dspark_apply_output_logit_transform": True}, "logit_scale is 0.0, expected > 0"),
+        (
+            {"dspark_final_logit_softcapping": -1.0, "dspark_apply_output_logit_transform": True},
+            "dspark_final_logit_softcapping is -1.0, expected > 0",
+        ),
+        ({"dspark_logit_scale": "2", "dspark_apply_output_logit_transform": True}, "dspark_logit_scale is '2'"),
+    ],
+)
+def test_markov_heads_that_are_refused(overrides: dict[str, Any], message: str) -> None:
+    assert message in refusal(tiny_config("v4.1", **overrides))
 
 
 @pytest.mark.parametrize("value", [..., -1, 320, "319", None, True, 1.0])

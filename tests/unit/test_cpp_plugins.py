@@ -255,8 +255,9 @@ def test_a_plan_of_another_abi_is_refused(driver: Recorded, messages: Messages, 
 def test_a_plan_with_fewer_or_more_fields_is_refused(driver: Recorded, messages: Messages) -> None:
     values = ALL_OPS["MhcAllReduce"].attributes_type(**ATTRIBUTES["MhcAllReduce"])
     number = {"plugin_abi": RawField(INT, (PLUGIN_ABI,))}
-    assert driver.create("MhcAllReduce", number | fields_of(values, norm_eps=None), at_runtime=True) is None
-    assert "missing [norm_eps], unknown []" in messages()
+    *_, last = fields_of(values)  # the one that TensorRT 8, which has no names, misses
+    assert driver.create("MhcAllReduce", number | fields_of(values, **{last: None}), at_runtime=True) is None
+    assert f"missing [{last}], unknown []" in messages()
     more = fields_of(values, surprise=RawField(INT, (3,)))
     assert driver.create("MhcAllReduce", number | more, at_runtime=True) is None
     assert f"missing [], unknown [{'surprise' if driver.is_v3 else '(surplus)'}]" in messages()

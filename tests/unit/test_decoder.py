@@ -19,13 +19,16 @@ from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import Network, NetworkIO, load_network
+from dspark_trt.plugins.markov_sampling import DRAFT_SALT
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.decoder import Decoder
+from dspark_trt.runtime_py.keyed_noise import RECOVERY_SALT, gumbel_sample
 from dspark_trt.runtime_py.requests import FinishReason, RequestError, SamplingParams
 from dspark_trt.runtime_py.session import SessionError, TorchSession, infer_shapes
 from dspark_trt.runtime_py.verification import verify_greedy
 from torch import Tensor
 
+from tests.placeholder_engines import make_engines
 from tests.released import tiny_config, write_checkpoint
 
 SLOTS = 3
@@ -62,6 +65,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     build = BuildConfig(max_batch_size=SLOTS, max_input_len=64, max_seq_len=400).checked(config.draft)
     networks = (load_network(kind, directory / "shards", 0, build) for kind in ("target", "draft"))
     return Model(build, *networks)
+
+
+def all_rings(decoder: Decoder) -> list[Tensor]:
+    return [ring for caches in decoder._host.rings for ring in caches.values()]
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -180,7 +187,7 @@ def test_slots_are_reused_without_traces(model: Model) -> None:
     decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
     decoder.generate([prompts[0]] * SLOTS, params)
     again, _ = decoder.generate([prompts[1]], params)
-    for ring in (*decoder._target_rings.values(), *decoder._draft_rings.values()):
+    for ring in all_rings(decoder):
         ring.fill_(torch.nan)
     poisoned, _ = decoder.generate([prompts[1]], params)
     fresh, _ = model.decoder(TorchSession(model.draft, SingleProcess())).generate([prompts[1]], params)
@@ -236,10 +243,10 @@ def test_each_prompt_has_its_own_parameters(model: Model) -> None:
 def test_prompts_that_do_not_fit(model: Model, prompts: list[list[int]], tokens: int, message: str) -> None:
     """Refused before anything runs, with the limit and the value."""
     decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
-    before = [r.clone() for r in decoder._target_rings.values()]
+    before = [r.clone() for r in decoder._host.rings[0].values()]
     with pytest.raises(RequestError, match=message):
         decoder.generate(prompts, SamplingParams(max_tokens=tokens))
-    assert all(torch.equal(a, b) for a, b in zip(before, decoder._target_rings.values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, decoder._host.rings[0].values(), strict=True))
 
 
 def test_positions_up_to_the_limit(model: Model) -> None:
@@ -253,7 +260,7 @@ def test_positions_up_to_the_limit(model: Model) -> None:
 def test_profiling_leaves_no_trace(model: Model) -> None:
     """KV-5, KV-6: steps that only measure write nothing into the caches."""
     decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
-    caches = (*decoder._target_rings.values(), *decoder._draft_rings.values())
+    caches = all_rings(decoder)
     for cache in caches:
         cache.fill_(3.0)
     table = decoder.profile_costs(replays=1)
@@ -324,3 +331,20 @@ def test_session_needs_rows(model: Model) -> None:
     shapes |= {"feature_positions": (0,), "feature_slots": (0,)}
     with pytest.raises(SessionError, match="T is 0, expected at least 1"):
         session.infer_shapes(shapes)
+
+
+def test_a_sampler_needs_drafts_that_ask_it(tmp_path: Path) -> None:
+    """The hook reaches drafting and verification alike, and greedy drafts refuse it."""
+    calls: set[int] = set()
+
+    def sampler(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
+        calls.add(salt)
+        return gumbel_sample(logits, temperature, seeds, positions, salt=salt)
+
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+    greedy, sampled = (make_engines(tmp_path, 1, max_seq_len=200, sampling=sampling) for sampling in (False, True))
+    with pytest.raises(RequestError, match="built without --sampling, its drafts are greedy"):
+        Decoder.from_dir(greedy, sampler=sampler, device="cpu")
+    with Decoder.from_dir(sampled, sampler=sampler, device="cpu") as decoder:
+        decoder.generate([[256, 72]], params)
+    assert calls == {DRAFT_SALT, RECOVERY_SALT}

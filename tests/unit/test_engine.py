@@ -18,14 +18,13 @@ from dspark_trt.builder.config import ConfigError, DraftConfig, Numerics, parse_
 from dspark_trt.builder.engine import (
     BuildConfig,
     Lowering,
-    ShapeRangeError,
     build_engine,
-    check_shapes,
     dimension_ranges,
     profiles_for,
 )
 from dspark_trt.builder.network import TensorInfo
 from dspark_trt.plugins import tensorrt_api
+from dspark_trt.plugins.profiles import ShapeRangeError, check_shapes
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
 

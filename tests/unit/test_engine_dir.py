@@ -210,9 +210,10 @@ def test_a_truncated_engine_is_found_before_it_is_loaded(built: EngineDir) -> No
 
 
 def test_the_engine_of_another_rank_is_refused(built: EngineDir) -> None:
-    """ENG-2, rank: both plans have the same size, and the wrong one would give wrong tokens."""
-    plan = built.path / "draft" / "rank1.engine"
-    plan.write_bytes((built.path / "draft" / "rank0.engine").read_bytes())
+    """ENG-2, rank: plans may have the same size, and the wrong one would give wrong tokens."""
+    other = (built.path / "draft" / "rank0.engine").read_bytes()
+    (built.path / "draft" / "rank1.engine").write_bytes(other)
+    change_header(built, lambda header: header["files"]["draft/rank1.engine"].update(bytes=len(other)))
     opened = EngineDir.open(built.path)
     opened.read_plan("draft", 0)
     with pytest.raises(EngineDirError, match=r"rank1\.engine: not the plan written for rank 1"):

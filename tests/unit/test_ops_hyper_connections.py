@@ -12,12 +12,12 @@ from dspark_trt.builder.model.hyper_connections import register_hc_head
 from dspark_trt.plugins.collective import collective_scope
 from dspark_trt.plugins.hc_collapse import HC_COLLAPSE
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
-from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
+from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS, sum_over_streams
 from dspark_trt.plugins.op import OpError
 from torch import Tensor, nn
 
-from tests.configs import VARIANTS, TinyCheckpoint
-from tests.op_examples import example
+from tests.configs import VARIANTS, TinyCheckpoint, target_rings
+from tests.op_examples import UNQUANTIZED, example
 from tests.oracle import numpy_ops as ops
 
 EPS = {"rms_eps": 1e-6, "hc_eps": 1e-6, "sinkhorn_iters": 20}
@@ -157,6 +157,81 @@ def test_rms_eps_is_the_variants(eps: float) -> None:
     assert np.abs(found[0].double().numpy() - wanted[0]).max() < 4e-6
 
 
+# The first sublayer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("size", [0.02, 40.0])
+def test_equal_streams_need_one_stream(activation: torch.dtype, size: float) -> None:
+    """The shortcut equals the general path on four copies within the bounds of spec 8.2 (pre, post and comb in
+    float32: 1e-5 + 1e-4 |x|), though fn's parts cancel; the other three streams are not read."""
+    generator = torch.Generator().manual_seed(0)
+    rows, hidden = 20, 160
+    streams = (size * torch.randn(rows, 1, hidden, generator=generator)).to(activation).expand(-1, 4, -1).contiguous()
+    fn = torch.randn(24, 4 * hidden, generator=generator) * hidden**-0.5
+    fn[:, :hidden] -= fn[:, hidden : 2 * hidden]
+    rest = (torch.tensor([0.5, 1.0, 2.0]), torch.randn(24, generator=generator))
+    general = MHC_COEFFICIENTS(streams, fn, *rest, **EPS)
+    summed = sum_over_streams(fn)
+    assert summed.shape == (24, hidden)
+    short = MHC_COEFFICIENTS(streams, summed, *rest, **EPS)
+    poisoned = streams.clone()
+    poisoned[:, 1:] = torch.nan
+    again = MHC_COEFFICIENTS(poisoned, summed, *rest, **EPS)
+    mean = MHC_COEFFICIENTS(streams, summed / 4, *rest, **EPS)
+    for found, wanted, repeated, wrong in zip(short, general, again, mean, strict=True):
+        assert ((found - wanted).abs() <= 1e-5 + 1e-4 * wanted.abs()).all()
+        assert torch.equal(found, repeated)
+        assert (wrong - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("columns", [31, 33, 64, 96, 127, 129])
+def test_fn_of_neither_four_streams_nor_one_is_refused(columns: int) -> None:
+    with pytest.raises(OpError, match=f"fn has {columns} columns, expected 128, or 32 where the four streams are eq"):
+        MHC_COEFFICIENTS(torch.ones(2, 4, 32), torch.zeros(24, columns), torch.ones(3), torch.zeros(24), **EPS)
+
+
+@pytest.mark.parametrize("network", ["draft", "target"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_networks_take_the_shortcut_where_streams_are_equal(
+    tiny: Callable[..., TinyCheckpoint], variant: str, network: str
+) -> None:
+    """The attention of the first layer, and nothing else; weights changed in training are summed again."""
+    model = getattr(tiny(variant), network)()
+    layers = list(model.mtp if network == "draft" else model.layers)
+    names = set(model.state_dict())
+    hidden = model.config.hidden_size
+    widths = [(layer.sublayer("attn").fn.shape[1], layer.sublayer("ffn").fn.shape[1]) for layer in layers]
+    assert widths == [(hidden, 4 * hidden)] + [(4 * hidden, 4 * hidden)] * (len(layers) - 1)
+    assert not any("sum" in name for name in names)
+    first = layers[0]
+    model.train()
+    assert first.sublayer("attn").fn is first.hc_attn_fn
+    with torch.no_grad():
+        first.hc_attn_fn[:, 3] += 1
+    model.eval()
+    assert torch.equal(first.sublayer("attn").fn, sum_over_streams(first.hc_attn_fn))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shortcut_changes_no_released_rounding(tiny: Callable[..., TinyCheckpoint], variant: str) -> None:
+    """The target with and without it, in released numerics: the streams that leave the first boundary."""
+    seen: dict[str, list[Tensor]] = {}
+    model = tiny(variant).target(None, probe=lambda name, tensor: seen.setdefault(name, []).append(tensor))
+    rows = torch.arange(6, dtype=torch.int32)
+    inputs = (rows * 7 % 50, rows, torch.zeros_like(rows))
+    with torch.no_grad():
+        model(*inputs, target_rings(model, 1))
+        model.train()
+        model(*inputs, target_rings(model, 1))
+    for part in ("pre", "post", "comb"):
+        short, general = seen[f"layer0_attn_{part}"]
+        assert short.dtype == general.dtype == torch.float32
+        assert ((short - general).abs() <= 1e-6 + 1e-6 * general.abs()).all()
+    short, general = seen["layer0_ffn_in"]
+    assert (short == general).double().mean() > 0.999
+
+
 # Sum over ranks -----------------------------------------------------------------------------------------
 
 
@@ -188,7 +263,7 @@ def test_ranks_are_summed_in_order_and_rounded_once(tp_size: int, activation: to
         with collective_scope(lambda mine, rank=rank: partials if torch.equal(mine, partials[rank]) else mine):
             mixed = MHC_ALL_REDUCE_RESIDUAL_ONLY(partials[rank], streams, post, comb, mailbox, tp_size=tp_size)
             out = MHC_ALL_REDUCE(
-                partials[rank], streams, post, comb, pre, weight, mailbox, tp_size=tp_size, norm_eps=1e-6
+                partials[rank], streams, post, comb, pre, weight, mailbox, tp_size=tp_size, norm_eps=1e-6, **UNQUANTIZED
             )
         assert torch.equal(mixed, out[0])
         for stream in range(4):
@@ -218,7 +293,7 @@ def test_sharded_boundary_outside_a_scope_says_what_to_do() -> None:
     one = example("MhcAllReduce v4.1", torch.float32)
     mailbox = torch.zeros(2, 2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"sharded over 2 ranks ran outside collective_scope\(\); run it through"):
-        MHC_ALL_REDUCE(*one.tensors, mailbox, tp_size=2, norm_eps=1e-6)
+        MHC_ALL_REDUCE(*one.tensors, mailbox, tp_size=2, norm_eps=1e-6, **UNQUANTIZED)
 
 
 def test_scope_ends_with_its_block() -> None:

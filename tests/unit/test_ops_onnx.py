@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.op_examples import CACHES, LABELS, VOCAB, Example, example, run_onnx
+from tests.op_examples import CACHES, LABELS, UNQUANTIZED, VOCAB, Example, example, run_onnx
 
 EXACT = ("MarkovSampling:0", "MarkovSampling:1", "HcCollapse:0")
 """Tokens and features are looked up, the collapse adds in the same order: equal to the last bit."""
@@ -20,19 +20,32 @@ FLOAT16 = 2.0**-9
 the reference rounds them; both are legitimate (spec 10.7)."""
 
 
-def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+FLIPPED_ROWS, FLIP = 0.05, 2.0**-8
+"""RoutedExperts rounds what is inside the experts to e4m3 codes. A value that lies within float32's rounding of the
+middle between two codes may be rounded either way, by another order of sums: that happens in few rows (one of 33 in
+this data), and one code of one channel moves a row by 4.5e-4 of the largest value here."""
+
+
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float, *, flips: bool = False) -> None:
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     assert torch.equal(found.isnan(), wanted.isnan())
     found, wanted = found.double().nan_to_num(0.0), wanted.double().nan_to_num(0.0)
     if wanted.numel():
-        assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+        error = (found - wanted).abs() / wanted.abs().max()
+        if flips:
+            flipped = error.amax(-1) > tolerance
+            assert flipped.sum() <= FLIPPED_ROWS * len(error)
+            assert error[flipped].lt(FLIP).all()
+            error = error[~flipped]
+        assert error.max() <= tolerance
 
 
 def compare(one: Example, activation: torch.dtype) -> None:
     tolerance = FLOAT32 if activation is torch.float32 else FLOAT16
     for i, (found, wanted) in enumerate(zip(run_onnx(one, activation), one.run(), strict=True)):
         exact = f"{one.op.name}:{i}" in EXACT or not wanted.is_floating_point()
-        assert_close(found, wanted, 0.0 if exact else tolerance)
+        flips = one.op.name == "RoutedExperts" and activation is torch.float32
+        assert_close(found, wanted, 0.0 if exact else tolerance, flips=flips)
 
 
 activations = pytest.mark.parametrize("activation", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -142,7 +155,7 @@ def test_functions_are_valid_and_complete(label: str) -> None:
 def test_bodies_across_ranks_need_tensorrt() -> None:
     """The gather of the TP bodies is TensorRT's; the sum is in rank order."""
     op = example("MhcAllReduce v4", torch.float32).op
-    function = op.onnx_function(op.attributes_type(tp_size=4, norm_eps=1e-6), torch.float16)
+    function = op.onnx_function(op.attributes_type(tp_size=4, norm_eps=1e-6, **UNQUANTIZED), torch.float16)
     assert {o.domain for o in function.opset_import} == {"", "trt"}
     sums = [list(node.input) for node in function.node if node.op_type == "Add" and node.output[0].startswith("sum")]
     assert sums == [["float0", "float1"], ["sum1", "float2"], ["sum2", "float3"]]

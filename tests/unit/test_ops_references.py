@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dspark_trt.plugins.registry import ALL_OPS
 from torch import Tensor
 
 from tests.op_examples import BLOCK, CACHES, Example, example
@@ -235,16 +236,17 @@ def hashed(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def noise(seed: tuple[int, ...], position: int, vocab: int, salt: int = 0x2545F491) -> Array:
+def noise(seed: tuple[int, ...], position: int, vocab: int, bits: int, salt: int = 0x2545F491) -> Array:
     key = hashed((position + salt) % 2**32)
     for half in seed:
         key = hashed(key ^ (half % 2**32))
-    bits = np.array([hashed(key ^ hashed(token)) >> 9 for token in range(vocab)])
-    return -np.log(-np.log((bits + 0.5) * 2.0**-23))
+    dropped = 32 - bits
+    kept = np.array([hashed(key ^ hashed(token)) >> dropped for token in range(vocab)])
+    return -np.log(-np.log((kept + 0.5) * 2.0**-bits))
 
 
 @activations
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "sampled in float64"])
 def test_markov_sampling(kind: str, activation: torch.dtype) -> None:
     """The chain, its bias and its features; sampled rows with noise from (seed, position, token) alone."""
     one = example(f"MarkovSampling {kind}", activation, rows=30)
@@ -254,7 +256,9 @@ def test_markov_sampling(kind: str, activation: torch.dtype) -> None:
         if kind == "greedy":
             return logits.argmax(-1)
         positions, temperature, seeds = keys
-        drawn = np.stack([noise(tuple(map(int, s)), int(p) + slot, 97) for s, p in zip(seeds, positions, strict=True)])
+        bits = 32 if "float64" in kind else 23
+        pairs = zip(seeds, positions, strict=True)
+        drawn = np.stack([noise(tuple(map(int, s)), int(p) + slot, 97, bits) for s, p in pairs])
         cold = np.maximum(temperature, 1e-5)[:, None]
         return np.where(temperature[:, None] > 0, logits / cold + drawn, logits).argmax(-1)
 
@@ -264,3 +268,21 @@ def test_markov_sampling(kind: str, activation: torch.dtype) -> None:
     assert np.array_equal(tokens.numpy(), wanted[0])
     assert np.array_equal(features.double().numpy(), wanted[1])
     assert np.abs(corrected.double().numpy() - wanted[2]).max() < 4e-6
+
+
+@pytest.mark.parametrize("float64", [True, False])
+def test_float64_noise_decides_what_float32_does_not(float64: bool) -> None:
+    """Token 1's logit is the difference of the noises rounded to float32, so a score of 1e-8 decides, mostly."""
+    count = 200
+    drawn = np.stack([noise((i, 3), 7 * i, 2, 32) for i in range(count)])
+    base = torch.zeros(count, 1, 2)
+    base[:, 0, 1] = torch.from_numpy((drawn[:, 0] - drawn[:, 1]).astype(np.float32))
+    lead = base[:, 0, 1].double().numpy() + drawn[:, 1] - drawn[:, 0]
+    table, numbers = torch.zeros(2, 1), torch.arange(count, dtype=torch.int32)
+    seeds = torch.stack((numbers, torch.full_like(numbers, 3)), 1)
+    keys = (7 * numbers, torch.ones(count), seeds)
+    attributes = {"block_size": 1, "sampling": True, "float64_noise": float64, "write_logits": False}
+    tokens, _ = ALL_OPS["MarkovSampling"](base, torch.zeros_like(numbers), table, table, *keys, **attributes)
+    clear = np.abs(lead) > 1e-9  # the rounding of scores of size one to 33 bits
+    right = (tokens[:, 0].numpy() == (lead > 0))[clear]
+    assert clear.sum() > 150 and (right.all() if float64 else right.mean() < 0.9)

@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 from dspark_trt.plugins import markov_sampling
-from dspark_trt.plugins.markov_sampling import DRAFT_SALT, MARKOV_SAMPLING, gumbel_noise
+from dspark_trt.plugins.markov_sampling import DRAFT_SALT, MARKOV_SAMPLING, gumbel_noise, noisy_scores
+from dspark_trt.plugins.op import OpError
 from torch import Tensor
 
 from tests.configs import ids
 
 TRIALS = 131_072
 LAW = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
+PLAIN = {"float64_noise": False, "write_logits": True}
 CHI_SQUARE = {1: 15.1, 2: 18.4, 4: 23.5, 8: 31.8}
 """Degrees of freedom -> value that chance exceeds once in ten thousand; the draws are fixed, not lucky."""
 
@@ -24,6 +26,7 @@ def draw(
     temperature: Tensor | float = 1.0,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    float64: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and corrected logits without any Markov bias."""
     requests, block, vocab = base.shape
@@ -44,6 +47,8 @@ def draw(
         seeds,
         block_size=block,
         sampling=True,
+        float64_noise=float64,
+        write_logits=True,
     )
     return tokens, corrected
 
@@ -70,7 +75,7 @@ def test_bias_of_a_slot_comes_from_its_input_token(sampling: bool) -> None:
     keys = (ids(5, 6, 7), torch.tensor([0.0, 1.0, 0.5]), torch.ones(3, 2, dtype=torch.int32)) if sampling else ()
     base = torch.randn(3, block, vocab, generator=torch.Generator().manual_seed(0))
     tokens, features, corrected = MARKOV_SAMPLING(
-        base, anchors, embed, head, *keys, block_size=block, sampling=sampling
+        base, anchors, embed, head, *keys, block_size=block, sampling=sampling, **PLAIN
     )
     chain = (anchors.unsqueeze(1) + torch.arange(block + 1)) % vocab
     assert torch.equal(tokens, chain[:, 1:].int())
@@ -84,17 +89,18 @@ def test_each_slot_uses_its_own_base_logits() -> None:
     for slot, winner in enumerate((4, 8, 0, 3, 3)):
         base[0, slot, winner] = 10
     zero = torch.zeros(9, 2)
-    tokens, *_ = MARKOV_SAMPLING(base, ids(1), zero, zero, block_size=5, sampling=False)
+    tokens, *_ = MARKOV_SAMPLING(base, ids(1), zero, zero, block_size=5, sampling=False, **PLAIN)
     assert tokens.tolist() == [[4, 8, 0, 3, 3]]
 
 
 # Law ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("float64", [False, True])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_tokens_follow_the_tempered_law(temperature: float) -> None:
+def test_tokens_follow_the_tempered_law(temperature: float, float64: bool) -> None:
     """SMP-1, SMP-3: 131,072 draws of three symbols with 10 / 60 / 30 %, by seed."""
-    tokens, corrected = draw(law_logits(TRIALS), temperature=temperature)
+    tokens, corrected = draw(law_logits(TRIALS), temperature=temperature, float64=float64)
     law = torch.softmax(LAW.log() / temperature, 0)
     counts = torch.bincount(tokens.flatten(), minlength=3)
     assert chi_square(counts, law) < CHI_SQUARE[2]
@@ -157,6 +163,35 @@ def test_noise_is_standard_gumbel() -> None:
     assert chi_square(bins, torch.full((64,), 1 / 64, dtype=torch.float64)) < 120  # 63 degrees, one in 10,000
 
 
+def test_float64_noise_has_the_whole_hash() -> None:
+    """The float32 noise to its precision, and apart where 23 bits of the hash are not: a million draws of 2^23
+    values repeat about 60,000 times, of 2^32 about 120 times."""
+    seeds = torch.stack((torch.arange(1000), torch.arange(1000) * 3), 1).int()
+    positions = torch.arange(1000).int()
+    narrow, wide = (gumbel_noise(seeds, positions, 1000, salt=DRAFT_SALT, float64=w) for w in (False, True))
+    assert (narrow.dtype, wide.dtype) == (torch.float32, torch.float64)
+    bits = markov_sampling.noise_bits(markov_sampling.noise_key(seeds, positions, DRAFT_SALT), torch.arange(1000))
+    assert torch.equal(wide, -torch.log(-torch.log((bits.double() + 0.5) / 2**32)))
+    # Half a step of 2^-23 in the uniform moves the noise by this where the uniform is in the middle.
+    assert (narrow - wide).abs().median() < 2e-6
+    assert narrow.numel() - narrow.unique().numel() > 40_000 and wide.numel() - wide.unique().numel() < 200
+    scores = noisy_scores(wide.float(), torch.ones(1000), seeds, positions, salt=DRAFT_SALT, float64=True)
+    exact = wide.float().double() + wide
+    assert (scores.view(torch.int64) % 2**20).eq(0).all() and (scores / exact - 1).abs().max() <= 2.0**-33
+    special = torch.tensor([[torch.inf, -torch.inf, torch.nan]]).expand(1000, 3)
+    kept = noisy_scores(special, torch.ones(1000), seeds, positions, salt=DRAFT_SALT, float64=True)
+    assert torch.equal(kept[:, :2], special[:, :2].double()) and kept[:, 2].isnan().all()
+
+
+def test_vocabularies_too_large_for_float64_noise() -> None:
+    """Ids have 20 bits of a kernel's candidate."""
+    tables = (torch.zeros(2**20 + 1, 1), torch.zeros(2**20 + 1, 1))
+    keys = (ids(0), torch.ones(1), torch.ones(1, 2).int())
+    attributes = {"block_size": 1, "sampling": True, "float64_noise": True, "write_logits": False}
+    with pytest.raises(OpError, match="float64 noise takes up to 1048576 tokens, V is 1048577"):
+        MARKOV_SAMPLING(torch.zeros(1, 1, 2**20 + 1), ids(0), *tables, *keys, **attributes)
+
+
 def test_noise_is_a_pure_function_of_its_key() -> None:
     """SMP-2: the global generator, the batch and the vocabulary's size do not matter."""
     seeds = torch.randint(-(2**31), 2**31 - 1, (20, 2), generator=torch.Generator().manual_seed(1)).int()
@@ -204,11 +239,13 @@ def test_greedy_rows_equal_the_greedy_operation() -> None:
     generator = torch.Generator().manual_seed(3)
     base, anchors = torch.randn(9, 5, 50, generator=generator), torch.randint(0, 50, (9,), generator=generator).int()
     embed, head = torch.randn(50, 8, generator=generator), torch.randn(50, 8, generator=generator)
-    greedy = MARKOV_SAMPLING(base, anchors, embed, head, block_size=5, sampling=False)
+    greedy = MARKOV_SAMPLING(base, anchors, embed, head, block_size=5, sampling=False, **PLAIN)
     keys = (torch.arange(9).int(), torch.zeros(9), torch.ones(9, 2).int())
-    sampled = MARKOV_SAMPLING(base, anchors, embed, head, *keys, block_size=5, sampling=True)
-    for one, other in zip(greedy, sampled, strict=True):
-        assert torch.equal(one, other)
+    for float64 in (False, True):
+        attributes = {"block_size": 5, "sampling": True, "float64_noise": float64, "write_logits": True}
+        sampled = MARKOV_SAMPLING(base, anchors, embed, head, *keys, **attributes)
+        for one, other in zip(greedy, sampled, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_logits_closer_than_a_bf16_step_are_told_apart() -> None:
@@ -224,9 +261,9 @@ def test_logits_closer_than_a_bf16_step_are_told_apart() -> None:
     assert chi_square(counts, torch.full((3,), 1 / 3, dtype=torch.float64)) > CHI_SQUARE[2]
 
 
-@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize(("sampling", "float64"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049])
-def test_tokens_are_always_ids(vocab: int, sampling: bool) -> None:
+def test_tokens_are_always_ids(vocab: int, sampling: bool, float64: bool) -> None:
     """SMP-5, SMP-6: NaN, infinities and constant rows give an id in [0, V), the lowest of equals when greedy;
     the next slot goes on from it."""
     rows = [torch.zeros(vocab) for _ in range(6)]
@@ -240,7 +277,8 @@ def test_tokens_are_always_ids(vocab: int, sampling: bool) -> None:
     base = torch.stack(rows).unsqueeze(1).repeat(1, 5, 1)
     table = torch.ones(vocab, 1)
     keys = (torch.arange(6).int(), torch.ones(6), torch.ones(6, 2).int()) if sampling else ()
-    tokens, *_ = MARKOV_SAMPLING(base, torch.zeros(6).int(), table, table, *keys, block_size=5, sampling=sampling)
+    attributes = {"block_size": 5, "sampling": sampling, "float64_noise": float64, "write_logits": False}
+    tokens, *_ = MARKOV_SAMPLING(base, torch.zeros(6).int(), table, table, *keys, **attributes)
     assert ((tokens >= 0) & (tokens < vocab)).all()
     first = 1 if vocab > 1 else 0
     assert tokens[[0, 3, 4]].eq(0).all()

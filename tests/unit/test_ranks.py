@@ -73,6 +73,19 @@ def test_a_rank_that_succeeds_aborts_nothing() -> None:
     assert communicator.code is None
 
 
+@pytest.mark.parametrize("kind", ["pp_size", "cp_size", "moe_ep_size", "sequence_parallel", "mega_moe"])
+def test_other_kinds_of_parallelism_are_refused_with_a_reason(kind: str) -> None:
+    values = {"world_size": 2, "rank": 0, "tp_size": 2}
+    assert Mapping.from_dict({**values, kind: 1}) == Mapping(2, 0, 2)
+    with pytest.raises(ValueError, match=rf"^{kind} is 2: .{{30,}}$"):
+        Mapping.from_dict({**values, kind: 2})
+
+
+def test_unknown_kinds_of_parallelism_are_named() -> None:
+    with pytest.raises(ValueError, match="dp_size is unknown, expected world_size, rank and tp_size"):
+        Mapping.from_dict({"world_size": 1, "rank": 0, "tp_size": 1, "dp_size": 1})
+
+
 @pytest.mark.parametrize("mapping", [Mapping(), Mapping(2, 1, 2), Mapping(world_size=8, rank=3, tp_size=8)])
 def test_mapping_round_trips(mapping: Mapping) -> None:
     assert Mapping.from_dict(mapping.to_dict()) == mapping

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from dspark_trt.runtime_py.laws import draft_law, target_law
 from dspark_trt.runtime_py.requests import FinishReason, RequestError, SamplingParams
-from dspark_trt.runtime_py.verification import Verifier, verify_greedy
+from dspark_trt.runtime_py.verification import (
+    BlockVerification,
+    Method,
+    StandardRejection,
+    Verifier,
+    verify_greedy,
+)
 
 from tests.fakes import Tables, request, table_decoder
 
@@ -173,6 +181,71 @@ def test_stop_strings(cut: str) -> None:
     assert done[0].text == whole[: whole.index(stop)]
     assert letters(done[0].token_ids) == letters(streamed) == whole[: whole.index(stop) + length]
     assert done[0].finish_reason is FinishReason.STOP
+
+
+def foreseen(vocab: int, block: int, *, period: int) -> Tables:
+    """Laws that depend on the position alone, and a draft that knows them: all drafts are accepted."""
+    laws = 1.5 * torch.randn(period, vocab, generator=torch.Generator().manual_seed(3))
+    base = torch.stack([laws.roll(-i, 0) for i in range(block)], 1)
+    nothing = torch.zeros(vocab, 1)
+    return Tables(laws.unsqueeze(1).expand(-1, vocab, -1), base, nothing, nothing, torch.zeros(block, vocab))
+
+
+@pytest.mark.parametrize("method", [StandardRejection(), BlockVerification()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("end", ["end token", "stop token", "stop string"])
+def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Method) -> None:
+    """The text without any end, cut at the first one; of drafts accepted behind it nothing comes out."""
+    tables, prompts = foreseen(7, 4, period=9), [[i % 7] * (1 + i) for i in range(24)]
+    params = [SamplingParams(max_tokens=48, temperature=temperature, seed=i) for i in range(24)]
+    options: dict[str, Any] = {"slots": 6, "detokenize": letters, "verifier": Verifier(method)}
+    free, _ = table_decoder(tables, **options).generate(prompts, params)
+    texts, size = [letters(c.token_ids) for c in free], 2 if end == "stop string" else 1
+    mark = Counter(t[i : i + size] for t in texts for i in range(len(t) - size + 1)).most_common(1)[0][0]
+    loop, token = table_decoder(tables, **options), "abcdefg".index(mark[0])
+    if end == "end token":
+        loop._target_config = dataclasses.replace(loop._target_config, eos_token_ids=(token,))
+    given = {"end token": {}, "stop token": {"stop_token_ids": [token]}, "stop string": {"stop": [mark]}}[end]
+    ending = [i for i, text in enumerate(texts) if mark in text]
+    assert len(ending) > 20
+    own = [dataclasses.replace(params[i], **given) for i in ending]
+    done, stats = loop.generate([prompts[i] for i in ending], own)
+    for i, one in zip(ending, done, strict=True):
+        before = texts[i].partition(mark)[0]
+        assert one.text == before and one.finish_reason is FinishReason.STOP
+        assert letters(one.token_ids) == before + (mark if end == "stop string" else "")
+    assert stats.accepted_per_position == stats.proposed_per_position
+    # A stop token is dropped itself; whatever else is missing was accepted behind an end.
+    dropped = sum(stats.accepted_per_position) + stats.steps - stats.tokens
+    assert dropped > (0 if end == "stop string" else len(ending))
+    if end == "end token":
+        ignoring = [dataclasses.replace(p, ignore_eos=True) for p in params]
+        assert loop.generate(prompts, ignoring)[0] == free
+
+
+def test_stop_strings_across_tokens() -> None:
+    """Tokens of several letters: the text ends inside a token, the ids behind it; across two steps; with bytes of
+    which some are no text yet; of two strings that end together the earlier counts."""
+    params = SamplingParams(max_tokens=9, stop=["bc", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
+
+    def run(steps: Sequence[Sequence[int]], decode: Callable[[Sequence[int]], str], own: SamplingParams) -> Any:
+        state = request([0], [], own)
+        state.detokenize = decode
+        outcomes = [state.extend(step) for step in steps]
+        return outcomes, state.text
+
+    def pairs(ids: Sequence[int]) -> str:
+        return "".join(("ab", "cd", "ba")[i] for i in ids)
+
+    stop = FinishReason.STOP
+    assert run([[0, 1, 0]], pairs, params) == ([([0, 1], stop)], "a")
+    assert run([[2, 0], [1]], pairs, params) == ([([2, 0], None), ([1], stop)], "baa")
+    assert run([[2], [1, 1]], pairs, params)[1] == "bacdcd"
+    text = "a\N{LATIN SMALL LETTER E WITH ACUTE}b".encode()
+    spelled = run([[*text[:2]], [*text[2:]]], lambda ids: bytes(ids).decode(errors="replace"), params)
+    assert spelled == ([([*text[:2]], None), ([text[2]], stop)], "a")
+    both = SamplingParams(stop=["c", "abc"])
+    assert run([[0, 1]], pairs, both) == ([([0, 1], stop)], "")
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dspark_trt.builder.model.markov import MarkovOptions, draft_block
 from dspark_trt.plugins import markov_sampling
 from dspark_trt.plugins.markov_sampling import DRAFT_SALT
-from dspark_trt.runtime_py import decoder, keyed_noise, verification
+from dspark_trt.runtime_py import host_step, keyed_noise, verification
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.keyed_noise import ACCEPT_SALT, RECOVERY_SALT, gumbel_sample
 from dspark_trt.runtime_py.requests import SamplingParams
@@ -32,14 +36,15 @@ def chi_square(symbols: Tensor, law: Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def draw_three_symbols(method: Method) -> Tensor:
+def draw_three_symbols(method: Method, draft: Callable[[Tables], TableDraft] | None = None) -> Tensor:
     """131,072 independent draws as [requests, tokens] at a temperature that makes the target's law LAW; the draft's
     law is random and differs everywhere."""
     tables, temperature = Tables.random(3, 4, seed=1), 0.6
     tables = dataclasses.replace(tables, target=(temperature * LAW.log()).float().expand(5, 3, 3).contiguous())
     requests, tokens = 4096, 32
     params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(requests)]
-    loop = table_decoder(tables, slots=requests, verifier=Verifier(method))
+    options = {"draft": draft(tables)} if draft else {}
+    loop = table_decoder(tables, slots=requests, verifier=Verifier(method), **options)
     done, stats = loop.generate([[i % 3] for i in range(requests)], params)
     assert all(0 < a < p for a, p in zip(stats.accepted_per_position, stats.proposed_per_position, strict=True))
     return torch.tensor([c.token_ids for c in done])
@@ -61,7 +66,7 @@ def test_draws_through_the_loop_have_the_law(method: Method) -> None:
 
 def test_keys_without_the_step_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
     """SMP-1: a position that is drafted again with the noise that block verification has already looked at."""
-    for module in (decoder, verification):
+    for module in (host_step, verification):
         monkeypatch.setattr(module, "step_seeds", lambda seeds, anchors: seeds)
     single, pairs = statistics_of(draw_three_symbols(BlockVerification()))
     assert single > CHI_SQUARE[2] and pairs > CHI_SQUARE[8]
@@ -229,8 +234,9 @@ def test_draft_logits_of_a_request_stay_with_it() -> None:
     """Sampled requests write the rows of their slots, wherever they stand in the batch; greedy ones write none."""
     tables = Tables.random(7, 4, seed=2)
     loop = table_decoder(tables, slots=3)
-    assert loop._draft_logits is not None
-    loop._draft_logits.fill_(torch.nan)
+    cache = loop._host.draft_logits
+    assert cache is not None
+    cache.fill_(torch.nan)
     seen: list[Tensor] = []
 
     class Watch(Verifier):
@@ -243,11 +249,53 @@ def test_draft_logits_of_a_request_stay_with_it() -> None:
                     assert torch.allclose(draft_logits[i], wanted, atol=1e-5)
             return super().__call__(requests, logits, draft_logits)
 
-    loop._verifier = Watch()
+    loop._host.verifier = Watch()
     params = [SamplingParams(max_tokens=n, temperature=t, seed=1) for n, t in ((9, 0.8), (30, 0), (40, 1.2), (20, 1))]
     loop.generate([[i] for i in range(4)], params)
     assert len(seen) > 10
-    assert loop._draft_logits[1].isnan().all() and loop._draft_logits[[0, 2]].isfinite().all()
+    assert cache[1].isnan().all() and cache[[0, 2]].isfinite().all()
+
+
+class Watermarked(TableDraft):
+    """A draft whose sampler favours, by the draw's key, one of two halves of the vocabulary; ``honest`` ones write
+    the law that they draw from into the draft logits."""
+
+    def __init__(self, tables: Tables, *, honest: bool):
+        super().__init__(tables, sampling=True)
+        self.honest = honest
+
+    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
+        key = markov_sampling.noise_key(seeds, positions, salt + 2**20)
+        green = (torch.arange(logits.shape[1]) + key.unsqueeze(1)) % 2 == 0
+        drawn_from = logits if self.honest else logits.clone()
+        drawn_from += 2.0 * green
+        return gumbel_sample(drawn_from, temperature, seeds, positions, salt=salt)
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self.check(inputs)
+        embed, table = (SimpleNamespace(weight=w) for w in (self.tables.embed, self.tables.head))
+        head: Any = SimpleNamespace(embed=embed, head=table)
+        head.step, head.bias = lambda feature, hidden, state: (feature, None), lambda mixed, w: mixed @ w.T
+        base = self.tables.base[inputs["positions"].long() % len(self.tables.base)]
+        keys = inputs["positions"], inputs["temperature"], inputs["seeds"]
+        drafted = draft_block(head, MarkovOptions(), base, base, inputs["anchor_ids"], keys, sampler=self.sample)
+        outputs["draft_tokens"].copy_(drafted[0])
+        outputs["draft_logits"].copy_(drafted[2])
+        outputs["confidence"].zero_()
+
+
+@methods
+def test_sampler_hook_of_drafting_keeps_the_law(method: Method) -> None:
+    """A draft with a law of its own, written into the cache, changes acceptance and nothing else."""
+    single, pairs = statistics_of(draw_three_symbols(method, lambda tables: Watermarked(tables, honest=True)))
+    assert single < CHI_SQUARE[2] and pairs < CHI_SQUARE[8]
+
+
+def test_sampler_hook_that_hides_its_law_is_biased() -> None:
+    """The same draws find out a draft that does not write what it drew from."""
+    drawn = draw_three_symbols(StandardRejection(), lambda tables: Watermarked(tables, honest=False))
+    single, pairs = statistics_of(drawn)
+    assert single > CHI_SQUARE[2] and pairs > CHI_SQUARE[8]
 
 
 def test_sampler_hook_of_verification() -> None:

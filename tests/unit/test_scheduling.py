@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
+from dspark_trt.builder.network import NetworkIO, TensorInfo
 from dspark_trt.runtime_py.acceptance import (
     Acceptance,
     HeadAcceptance,
     OnlineAcceptance,
+    ScheduleError,
     calibration_error,
 )
-from dspark_trt.runtime_py.costs import CostError, CostTable
+from dspark_trt.runtime_py.costs import CostError, CostTable, IdleSteps
 from dspark_trt.runtime_py.requests import RequestError, SamplingParams
 from dspark_trt.runtime_py.scheduling import (
     EarlyStop,
@@ -27,6 +29,7 @@ from dspark_trt.runtime_py.scheduling import (
     spend,
     survivals,
 )
+from dspark_trt.runtime_py.session import infer_shapes
 from dspark_trt.runtime_py.verification import BlockVerification, Method, StandardRejection, Verifier
 from torch import Tensor
 
@@ -239,6 +242,28 @@ def test_sequential_temperatures_are_recovered() -> None:
     assert better < 0.7 * worse
 
 
+def test_nothing_to_calibrate_by() -> None:
+    """A position that was never verified, or one that any temperature suits alike, stays as it is."""
+    confidence = torch.tensor([[1.0, -2.0], [2.0, 0.5]])
+    never = HeadAcceptance.calibrated(confidence, torch.tensor([1, 1]), torch.tensor([1, 0]))
+    assert never.temperatures[1] == 1.0
+    assert HeadAcceptance.calibrated(confidence[:0], torch.zeros(0), torch.zeros(0)).temperatures == [1.0, 1.0]
+    # A confidence of zero is a half at every temperature.
+    halves = HeadAcceptance.calibrated(torch.zeros(4, 1), torch.ones(4), torch.tensor([1, 0, 0, 0]))
+    assert halves.temperatures == [1.0]
+
+
+def test_impossible_schedules() -> None:
+    for temperatures in ((0.0, 1.0), (1.0, -1.0), (math.nan,), (math.inf,)):
+        with pytest.raises(ScheduleError, match=r"confidence temperatures \[.*\], expected numbers above 0"):
+            HeadAcceptance(temperatures)
+    with pytest.raises(ScheduleError, match="2 confidence temperatures for a block of 3 drafts"):
+        HeadAcceptance((1.0, 1.0)).probabilities(torch.zeros(4, 3))
+    for minimum in (-0.1, 1.1, math.nan):
+        with pytest.raises(ScheduleError, match=r"confidence threshold of .*, expected a probability"):
+            Threshold(HeadAcceptance(), minimum)
+
+
 def test_calibration_error_by_hand() -> None:
     assert float(
         calibration_error(torch.tensor([0.2, 0.2]).double(), torch.tensor([0.0, 1.0]).double())
@@ -297,6 +322,37 @@ def test_measured_costs_cover_every_batch() -> None:
     assert taken == [1] * 4 + [2] * 4
 
 
+class CacheOf:
+    """A session that has a ring, and notes where its tensors are."""
+
+    io = NetworkIO(
+        tuple(TensorInfo(n, torch.int32, s) for n, s in (("slots", ("T",)), ("positions", ("R",)), ("ring", (3, 4)))),
+        (TensorInfo("logits", torch.float32, ("T", 2)), TensorInfo("ring_out", torch.int32, (3, 4))),
+        {"ring_out": "ring"},
+    )
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+        return infer_shapes(self.io, inputs)
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        self.seen.append(dict(inputs))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_idle_steps_are_where_the_caches_are(device: str) -> None:
+    """Rows and requests of the asked size, slots that enter nothing, and no copy between devices."""
+    session, ring = CacheOf(), torch.zeros(3, 4, dtype=torch.int32, device=device)
+    IdleSteps(session, {"ring": ring}, rows_per_request=5)(2)
+    (seen,) = session.seen
+    assert seen["ring"] is ring and {t.device.type for t in seen.values()} == {device}
+    assert seen["slots"].shape == (10,) and seen["positions"].shape == (2,)
+    if device == "cpu":
+        assert seen["slots"].eq(-1).all() and seen["positions"].eq(0).all()
+
+
 SCHEDULES = {
     "threshold": lambda a, c: Threshold(a, 0.5),
     "early stop": EarlyStop,
@@ -320,15 +376,19 @@ def test_scheduled_loop_keeps_greedy_text(schedule: str, acceptance: Callable[[]
 
 
 @methods
-@pytest.mark.parametrize("schedule", ["early stop", "lookahead"])
-def test_scheduled_draws_have_the_law(schedule: str, method: Method) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "acceptance"),
+    [("early stop", HeadAcceptance()), ("lookahead", HeadAcceptance()), ("early stop", OnlineAcceptance(4, prior=8))],
+    ids=["early stop", "lookahead", "early stop, online"],
+)
+def test_scheduled_draws_have_the_law(schedule: str, acceptance: Acceptance, method: Method) -> None:
     """SMP-1: 32,768 draws, 512 requests that compete for rows, chi-square below its 1e-6 quantile."""
     law = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
     tables = Tables.random(3, 4, seed=1)
     tables = Tables(
         law.log().float().expand(5, 3, 3).contiguous(), tables.base, tables.embed, tables.head, tables.confidence
     )
-    scheduler = SCHEDULES[schedule](HeadAcceptance(), CostTable({512: 0.0}, {n: 1000.0 + n for n in range(1, 2561)}))
+    scheduler = SCHEDULES[schedule](acceptance, CostTable({512: 0.0}, {n: 1000.0 + n for n in range(1, 2561)}))
     loop = table_decoder(tables, slots=512, scheduler=scheduler, verifier=Verifier(method))
     params = [SamplingParams(temperature=1.0, max_tokens=64, seed=i) for i in range(512)]
     done, stats = loop.generate([[i % 3] for i in range(512)], params)

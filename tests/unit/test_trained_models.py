@@ -2,79 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import torch
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
-from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.costs import CostTable
-from dspark_trt.runtime_py.decoder import Decoder
+from dspark_trt.runtime_py.decoder import Decoder, Execution
 from dspark_trt.runtime_py.requests import Completion, SamplingParams, Statistics
 from dspark_trt.runtime_py.scheduling import EarlyStop, Scheduler, Threshold
 from dspark_trt.runtime_py.session import TorchSession
 from dspark_trt.runtime_py.verification import BlockVerification, StandardRejection, Verifier
-from torch import Tensor
 
-T = TypeVar("T")
+from tests.thread_ranks import on_ranks
+
 CHECKPOINT = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "checkpoint"
 PROMPTS = [[0, *b"It was the "], [0, *b"She had been so much"], [0, *b"A man"]]
 TOKENS = 14
-
-
-class Threads:
-    """A rank of a job whose ranks are threads."""
-
-    def __init__(self, rank: int, size: int, parts: dict[int, Any], barrier: threading.Barrier):
-        self.rank, self.size, self._parts, self._barrier = rank, size, parts, barrier
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._parts[self.rank] = value
-        self._barrier.wait()
-        gathered = [self._parts[r] for r in range(self.size)]
-        self._barrier.wait()
-        return gathered
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self.all_gather_object(tensor))
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self.all_gather_object(value)[root]
-
-    def barrier(self) -> None:
-        self._barrier.wait()
-
-    def abort(self, code: int) -> None:
-        self._barrier.abort()
-
-
-def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
-    if size == 1:
-        return [work(SingleProcess())]
-    parts: dict[int, Any] = {}
-    barrier, results = threading.Barrier(size, timeout=120), [None] * size
-
-    def rank_main(rank: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            results[rank] = work(Threads(rank, size, parts, barrier))  # type: ignore[call-overload]
-        except BaseException:
-            barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert None not in results, "a rank failed"
-    return results  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
@@ -114,6 +63,17 @@ SCHEDULES: dict[str, Callable[[], Scheduler]] = {
     "threshold": lambda: Threshold(HeadAcceptance(), 0.6),
     "early stop": lambda: EarlyStop(HeadAcceptance(), CostTable({9: 0.0}, {n: 20.0 + n for n in range(1, 19)})),
 }
+
+
+@pytest.mark.parametrize("method", [StandardRejection(), BlockVerification()])
+def test_steps_on_the_device_give_the_same_text(decode: Callable[..., Any], method: Any) -> None:
+    """Greedy and sampled requests in one batch, on every rank."""
+    params = [SamplingParams(max_tokens=TOKENS, temperature=i % 3 / 2, seed=i) for i in range(len(PROMPTS))]
+    wanted, host = decode(params, verifier=Verifier(method))
+    found, device = decode(params, verifier=Verifier(method), execution=Execution(steps="device"))
+    assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
+    assert (device.steps, device.accepted_per_position) == (host.steps, host.accepted_per_position)
+    assert device.device_steps > 0 == host.device_steps
 
 
 def test_greedy_text_is_the_targets(decode: Callable[..., Any]) -> None:

@@ -50,7 +50,7 @@ def make_plugin(api: TensorRT, op: Op, failures: PluginFailures | None = None) -
 
 def trt_descs(api: TensorRT, descs: list[TensorDesc]) -> list[Any]:
     """The descriptions as TensorRT passes them."""
-    names = {v: k for k, v in trt_plugin._DTYPE_NAMES.items()} | {"int64": "INT64", "bool": "BOOL"}
+    names = {v: k for k, v in tensorrt_api.DTYPE_NAMES.items()} | {"int64": "INT64", "bool": "BOOL"}
     made = []
     for desc in descs:
         inner = api.module.PluginTensorDesc()
@@ -307,7 +307,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 PARSE_A_PLUGIN = """
 import tensorrt_rtx, pathlib
-from dspark_trt.plugins import library, tensorrt_api, trt_plugin
+from dspark_trt.plugins import library, rtx, tensorrt_api, trt_plugin
 from dspark_trt.plugins.registry import ALL_OPS
 import onnx.parser
 model = onnx.parser.parse_model(
@@ -331,7 +331,7 @@ def test_the_parser_finds_its_unversioned_library_in_a_fresh_process(api: Tensor
 
 
 def test_an_unversioned_library_that_cannot_be_provided_names_both_fixes(api: TensorRT) -> None:
-    done = run_python(PARSE_A_PLUGIN % 'tensorrt_api._alias_library = lambda *names: b"not an ELF file"')
+    done = run_python(PARSE_A_PLUGIN % 'rtx._alias_library = lambda *names: b"not an ELF file"')
     assert done.returncode == 0, done.stderr
     assert "refused: libtensorrt_rtx.so can't be loaded" in done.stdout
     assert "LD_LIBRARY_PATH" in done.stdout and "--no-as-needed" in done.stdout

@@ -1,0 +1,85 @@
+"""Where the time of steps goes, on the stream's own clock.
+
+A step is marked at its boundaries: on a GPU by events on the stream, which cost the host about a
+microsecond each and never wait, on a CPU by the time of day. Intervals are added up once both of their
+marks have passed. The time from the end of one step to the start of the next is the gap in which the
+stream waited for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+GAP = "gap"
+"""Between steps."""
+
+
+class Mark(Protocol):
+    """A moment on some clock."""
+
+    def passed(self) -> bool: ...
+
+    def seconds_until(self, later: Any) -> float:
+        """Between two marks of one kind that have passed."""
+        ...
+
+
+class HostMark:
+    """Now, on the host."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def passed(self) -> bool:
+        return True
+
+    def seconds_until(self, later: HostMark) -> float:
+        return later._time - self._time
+
+
+class StreamMark:
+    """When the current stream gets here."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_until(self, later: StreamMark) -> float:
+        return float(self._event.elapsed_time(later._event)) / 1000
+
+
+class StepClock:
+    """Adds up the seconds of each phase of all steps."""
+
+    def __init__(self, mark: Callable[[], Mark] = HostMark):
+        self._make_mark = mark
+        self._marks: deque[tuple[str, Mark]] = deque()
+        self.seconds: dict[str, float] = {}
+        self.longest: dict[str, float] = {}
+
+    def mark(self, phase: str) -> None:
+        """The phase before ends here, and ``phase`` begins."""
+        self._marks.append((phase, self._make_mark()))
+        self._add_up()
+
+    def pause(self) -> None:
+        """What follows is not part of any step. Waits for the step that is running."""
+        if self._make_mark is StreamMark and self._marks:
+            torch.cuda.current_stream().synchronize()
+        self._add_up()
+        self._marks.clear()
+
+    def _add_up(self) -> None:
+        while len(self._marks) > 1 and self._marks[1][1].passed():
+            name, start = self._marks.popleft()
+            taken = start.seconds_until(self._marks[0][1])
+            self.seconds[name] = self.seconds.get(name, 0.0) + taken
+            self.longest[name] = max(self.longest.get(name, 0.0), taken)

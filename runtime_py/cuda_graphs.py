@@ -1,0 +1,63 @@
+"""Turns a step into a CUDA graph.
+
+A call is captured only after it has run twice on the same stream: the first run of a kernel, a library
+handle or a collective may allocate or synchronise, which a capture forbids. The capture is checked to hold
+work, because a call that refuses in the middle of a capture can leave an empty graph behind that replays
+without a word. Memory that a call allocates comes from a pool that all graphs of one :class:`GraphPool`
+share and nothing else uses; so their replays must follow each other on one stream, and what a graph leaves
+for others must be in tensors made beforehand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+WARM_UP_RUNS = 2
+
+
+class GraphError(RuntimeError):
+    """A call can't be captured."""
+
+
+class GraphPool:
+    """Captures calls on one stream of one device."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Callable[[], object], name: str) -> Callable[[], None]:
+        """What replays ``call`` on the current stream. ``call`` must have run at least twice.
+
+        Raises:
+            GraphError: the call failed or enqueued nothing; the next eager call works again.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._stream.synchronize()
+        try:
+            # Other threads, such as a watchdog, may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                call()
+        except Exception as error:
+            # Ending a broken capture raises again; the first error is the one that says why.
+            cause = error.__context__ or error
+            raise GraphError(f"{name} can't be captured in a CUDA graph: {cause}") from cause
+        if not count_nodes(graph):
+            raise GraphError(f"the capture of {name} is empty: it enqueued no work on the stream that was captured")
+        graph.instantiate()
+        return graph.replay
+
+
+def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Number of nodes of a captured graph that was kept."""
+    assert torch.version.cuda is not None
+    # torch has the library loaded; the loader finds it by this name.
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    count = ctypes.c_size_t()
+    status = runtime.cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    if status:
+        raise GraphError(f"cudaGraphGetNodes failed with error {status}")
+    return count.value

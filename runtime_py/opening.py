@@ -1,0 +1,149 @@
+"""Opens an engine directory: the executor, its sessions, and the decoder over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from ..builder.engine import Kind
+from ..builder.engine_dir import WEIGHTS, EngineDir
+from ..builder.model.draft import DraftModel
+from ..builder.network import load_network
+from ..plugins.markov_sampling import Sampler
+from .backend import Backend, choose_executor
+from .boundary import FUSED_MHC_MAX_ROWS
+from .communicator import Communicator, connect
+from .decoder import Decoder, Detokenize, Execution
+from .device import DeviceChoice, Platform, open_engine_platform, open_platform, rank_device
+from .interleaving import low_batch_problem
+from .mapping import Mapping
+from .requests import RequestError
+from .session import Session, TorchSession
+from .tensorrt_session import TensorRTSession, open_session
+from .verification import Verifier
+from .watchdog import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def open_decoder(
+    engine_dir: Path,
+    *,
+    communicator: Communicator | None = None,
+    speculative: bool = True,
+    verifier: Verifier | None = None,
+    sampler: Sampler | None = None,
+    check_lockstep: bool = False,
+    device: DeviceChoice = "auto",
+    backend: Backend = "auto",
+    request_counts: Sequence[int] | None = None,
+    side_stream: bool = True,
+    peer_timeout_s: float = 10.0,
+    progress: Progress | None = None,
+) -> Decoder:
+    """A decoder over an engine directory, executed by its engines or by the torch sessions of its weights.
+
+    Args:
+        sampler: chooses tokens in drafting and in verification, in place of the keyed Gumbel noise.
+        device: auto is a GPU wherever there is one for every rank.
+        backend: auto is TensorRT where the engines run on every rank.
+        request_counts: request counts whose steps are captured on a GPU; None for powers of two up to the
+            largest batch.
+        side_stream: compute the mHC coefficients beside attention and experts (GPU).
+        peer_timeout_s: how long a kernel waits for another rank before the step is given up.
+        progress: is told what the decoder does, such as a :class:`~.watchdog.Watchdog`.
+
+    Raises:
+        LaunchError: the job's ranks are not those the engines were built for, or a rank has no GPU of its own.
+        EngineDirError: the directory is incomplete or of another version.
+        TensorRTUnavailableError: TensorRT was asked for and can't run the engines.
+        EngineLoadError, MailboxError: an engine can't be loaded, or the GPUs of its ranks can't reach each other.
+        KernelUnavailableError: there is a GPU and no kernel library for it.
+        StockError: the ranks' GPUs need NCCL and can't have it.
+        RequestError: there is no target, or a sampler for greedy drafts.
+    """
+    directory = EngineDir.open(engine_dir)
+    communicator = communicator or connect(directory.tp_size)
+    mapping = Mapping.from_dict({"world_size": communicator.size, "rank": communicator.rank, **directory.mapping})
+    if directory.target is None:
+        raise RequestError(f"{engine_dir}: holds a draft without its target; decoding needs both")
+    if sampler and speculative and not directory.build.sampling:
+        raise RequestError(
+            f"{engine_dir}: built without --sampling, its drafts are greedy and ask no sampler; build it again with "
+            "--sampling, or leave the sampler out"
+        )
+    verifier = verifier or Verifier()
+    if sampler:
+        verifier = dataclasses.replace(verifier, sampler=sampler)
+    told = progress or Progress()
+    place = rank_device(communicator, device)
+    api = choose_executor(directory, communicator, place, backend).api
+    platform, stream = Platform(place), None
+    if place.type == "cuda":
+        told.enqueued("connection of the ranks' GPUs")
+        if api:
+            platform = open_engine_platform(directory, communicator, place, peer_timeout_s=peer_timeout_s)
+        else:
+            platform = open_platform(
+                directory, communicator, place, side_stream=side_stream, peer_timeout_s=peer_timeout_s
+            )
+        stream = torch.cuda.Stream(place)
+    if sampler and api:
+        raise RequestError(f"{engine_dir}: engines choose drafts themselves and ask no sampler; pass --backend torch")
+    rows = directory.draft.block_size + 1
+    if communicator.size > 1 and communicator.rank == 0 and (problem := low_batch_problem(request_counts or (), rows)):
+        logger.warning("%s", problem)
+    peers = platform.mailbox
+
+    def session(kind: Kind) -> Session:
+        mailbox = peers.tensor if peers else None
+        if api:
+            told.enqueued(f"loading of the {kind}'s engine")
+            return open_session(directory, kind, mapping.tp_rank, api, world_size=communicator.size, mailbox=mailbox)
+        told.enqueued(f"loading of the {kind}'s weights")
+        network = load_network(kind, directory.path / WEIGHTS, mapping.tp_rank, directory.build).to(place)
+        if sampler and isinstance(network.model, DraftModel):
+            network.model.sampler = sampler
+        return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope)
+
+    target, draft = session("target"), session("draft") if speculative else None
+    decoder = Decoder(
+        target,
+        draft,
+        target_config=directory.target,
+        draft_config=directory.draft,
+        build=directory.build,
+        communicator=communicator,
+        verifier=verifier,
+        detokenize=detokenizer(directory.path),
+        check_lockstep=check_lockstep,
+        execution=Execution(
+            place,
+            stream,
+            request_counts=request_counts,
+            fault=peers.fault() if peers else None,
+            on_fault=peers.check if peers else (lambda: None),
+            # Engines have no other way for boundaries than the mailbox.
+            max_rows=FUSED_MHC_MAX_ROWS if peers and api else None,
+            progress=told,
+            close=platform.close,
+        ),
+    )
+    decoder.capture()
+    for opened in (target, draft):
+        if isinstance(opened, TensorRTSession):
+            opened.save_runtime_cache()
+    return decoder
+
+
+def detokenizer(directory: Path) -> Detokenize | None:
+    """What turns output into text, if the directory has a tokenizer."""
+    if not (file := directory / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids)))

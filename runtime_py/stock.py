@@ -1,0 +1,168 @@
+"""The stock path: boundaries as an all-reduce between ranks and separate operations on each.
+
+The all-reduce is NCCL's where the tensors are on GPUs, reached through torch.distributed, which works between nodes
+and without peer access; on CPUs it is the communicator's gather and the sum in rank order, with the bits of the fused
+operation. NCCL adds in an order of its own: in float32, rounded once, every rank the same bits, but not always
+those of the rank-ordered sum (the bounds of spec 8.2 hold). The rest of a boundary are the operations that a single
+rank would run: mix, collapse and norm.
+
+:func:`boundary_scope` asks :func:`.boundary.plan` for each boundary.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plugins.hc_collapse import HC_COLLAPSE
+from ..plugins.kernels import execute
+from ..plugins.mhc_all_reduce import (
+    MHC_ALL_REDUCE,
+    MHC_ALL_REDUCE_RESIDUAL_ONLY,
+    quantized_outputs,
+    reduce_ranks,
+)
+from ..plugins.numerics import rms_norm
+from ..plugins.op import Executor, Op, executor_scope
+from .boundary import Facts, Path, plan
+from .communicator import Communicator
+
+
+class StockError(RuntimeError):
+    """The stock all-reduce can't be set up."""
+
+
+class AllReduce(Protocol):
+    """The sum of a tensor over all ranks; every rank calls it in the same order."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Added in float32 and rounded once; a new tensor, the same bits on every rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GatheredSum:
+    """The sum in rank order of what the communicator gathers, through host memory."""
+
+    def __init__(self, communicator: Communicator):
+        self._communicator = communicator
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return reduce_ranks(self._communicator.all_gather(tensor))
+
+    def close(self) -> None:
+        pass
+
+
+class DistributedSum:
+    """The all-reduce of torch.distributed, asynchronous on torch's current stream with NCCL.
+
+    Made by every rank at the same time. Rank 0 opens a store on a free port, the communicator tells the others
+    where, and through the store they find each other: no environment variable and no fixed port is needed.
+
+    Args:
+        device: of the tensors.
+        backend: "nccl"; "gloo" sums on CPUs.
+        timeout_s: how long ranks wait for each other, here and in a call, before the job is ended.
+
+    Raises:
+        StockError: torch.distributed lacks the backend, or this process has a default group already.
+    """
+
+    def __init__(
+        self, communicator: Communicator, device: torch.device, *, backend: str = "nccl", timeout_s: float = 60.0
+    ):
+        rank, size = communicator.rank, communicator.size
+        if not dist.is_available() or not dist.is_backend_available(backend):
+            raise StockError(
+                f"rank {rank}: torch {torch.__version__} has no {backend} backend, the stock all-reduce needs it; "
+                "install a torch that has, or run ranks that share a mailbox"
+            )
+        if dist.is_initialized():
+            raise StockError(
+                f"rank {rank}: torch.distributed has a default group already, expected none; destroy it before the "
+                "engines are opened"
+            )
+        timeout = timedelta(seconds=timeout_s)
+        hosts = communicator.all_gather_object(socket.gethostname())
+        host = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
+        store = None
+        if rank == 0:
+            store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        port = communicator.broadcast(None if store is None else store.port)
+        store = store or dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        total = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total.to(tensor.dtype)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def stock_all_reduce(communicator: Communicator, device: torch.device) -> AllReduce:
+    """NCCL's all-reduce for a GPU, the gathered sum for a CPU; every rank calls this.
+
+    Raises:
+        StockError: as :class:`DistributedSum`.
+    """
+    return DistributedSum(communicator, device) if device.type == "cuda" else GatheredSum(communicator)
+
+
+def stock_executor(all_reduce: Callable[[Tensor], Tensor], inner: Executor = execute) -> Executor:
+    """An executor that computes boundaries between ranks as separate operations, and the rest by ``inner``."""
+
+    def one_rank(op: Op, attributes: Any, *tensors: Tensor) -> Any:
+        return inner(op, attributes, tensors, op.bind(attributes, tensors))
+
+    def run(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: dict[str, Any]) -> Any:
+        if not between_ranks(op, attributes):
+            return inner(op, attributes, tensors, bindings)
+        partial, streams, post, comb, *rest = tensors[:-1]  # the mailbox is the last, and not used
+        residual = MHC_ALL_REDUCE_RESIDUAL_ONLY
+        alone = residual.attributes_type(tp_size=1)
+        mixed = one_rank(residual, alone, all_reduce(partial), streams, post, comb)
+        if op is residual:
+            return mixed
+        pre, norm_weight = rest
+        hidden = one_rank(HC_COLLAPSE, HC_COLLAPSE.attributes_type(), mixed, pre)
+        normed = rms_norm(hidden, norm_weight, attributes.norm_eps)
+        return mixed, hidden, normed, *quantized_outputs(normed, attributes)
+
+    return run
+
+
+def between_ranks(op: Op, attributes: Any) -> bool:
+    """Whether a call of an operation is a boundary that several ranks meet at."""
+    return op in (MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY) and attributes.tp_size > 1
+
+
+@contextmanager
+def boundary_scope(facts: Facts, all_reduce: Callable[[Tensor], Tensor], inner: Executor = execute) -> Iterator[None]:
+    """Run operations by ``inner`` inside the ``with`` block, but the boundaries that :func:`.boundary.plan` sends
+    the stock way as separate operations with ``all_reduce``."""
+    stock = stock_executor(all_reduce, inner)
+
+    def run(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: dict[str, Any]) -> Any:
+        go_stock = between_ranks(op, attributes) and plan(int(bindings["rows"]), facts).path is Path.STOCK
+        return (stock if go_stock else inner)(op, attributes, tensors, bindings)
+
+    with executor_scope(run):
+        yield

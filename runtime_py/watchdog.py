@@ -1,0 +1,114 @@
+"""Ends a job that no longer gets anywhere, and says where each rank stood.
+
+Ranks that wait for a rank that will not come wait for ever, without a word. So every rank runs a thread
+beside its work that knows what the rank enqueued last and how long that may take. When the time is up the
+rank says so; every other rank that waits for it does the same, because its time is up too; and a little
+later, when all have spoken, the first of them ends the job.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+DEFAULT_TIMEOUT_S = 300.0
+GRACE_S = 2.0
+"""Between a rank's message and the end of the job, so that the other ranks' messages come out."""
+
+
+class Progress:
+    """What a decoder tells about its work, to nobody; :class:`Watchdog` listens."""
+
+    @contextmanager
+    def operation(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Something that must end within ``timeout_s``; may contain others, of which the innermost counts."""
+        yield
+
+    def enqueued(self, name: str) -> None:
+        """Note what the running operation enqueued last."""
+
+
+class Watchdog(Progress):
+    """Watches one rank; use as a context manager around the work, and :meth:`operation` around its parts.
+
+    Args:
+        rank: named in the message.
+        abort: ends all ranks; called on the watchdog's own thread.
+        timeout_s: how long an operation may take that does not say otherwise.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        abort: Callable[[int], None],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        grace_s: float = GRACE_S,
+        output: TextIO | None = None,
+    ):
+        if not timeout_s > 0:
+            raise ValueError(f"a watchdog's timeout is {timeout_s} s, expected more than 0")
+        self._rank, self._abort, self._timeout_s, self._grace_s = rank, abort, timeout_s, grace_s
+        self._output = output
+        self._changed = threading.Condition()
+        # What runs now, innermost last: name, when it started, when its time is up.
+        self._running: list[tuple[str, float, float]] = []
+        self._last = "nothing"
+        self._ended = False
+        self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    @contextmanager
+    def operation(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+        now = time.monotonic()
+        with self._changed:
+            self._running.append((name, now, now + (timeout_s or self._timeout_s)))
+            self._last = name
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running.pop()
+                if self._running:  # the outer one goes on, with its whole time
+                    outer, started, _ = self._running[-1]
+                    self._running[-1] = (outer, started, time.monotonic() + self._timeout_s)
+                self._changed.notify()
+
+    def enqueued(self, name: str) -> None:
+        self._last = name
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._ended:
+                now = time.monotonic()
+                if not self._running:
+                    self._changed.wait()
+                    continue
+                name, started, deadline = self._running[-1]
+                if now < deadline:
+                    self._changed.wait(deadline - now)
+                    continue
+                break
+            else:
+                return
+            message = (
+                f"rank {self._rank}: {name} has not ended after {now - started:.0f} s; last enqueued: {self._last}. "
+                "Another rank ended or does something else, or the time is too short (--timeout); ending the job"
+            )
+        print(message, file=self._output or sys.stderr, flush=True)
+        time.sleep(self._grace_s)
+        self._abort(1)

@@ -1,0 +1,30 @@
+"""The decode loop tensor parallel on two GPUs under mpirun, the mailbox inside the captured steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import greedy_reference
+from tests.mpi_jobs import run_job
+from tests.placeholder_engines import make_engines
+
+pytestmark = [pytest.mark.gpu2, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("mode", greedy_reference.MODES)
+def test_two_ranks_decode_what_the_cpu_decodes(mode: str, tmp_path: Path) -> None:
+    """As on one GPU; partial sums of two ranks are added in rank order and rounded once more than whole sums."""
+    engines = make_engines(tmp_path, 2, **greedy_reference.build_options(mode))
+    tokens = greedy_reference.TOKENS
+    job = run_job(2, Path(__file__).with_name("decode_job.py"), engines, str(tokens), "lockstep", timeout=200)
+    assert job.status == 0, job.err
+    report = json.loads(job.out.splitlines()[-1])
+    assert report["stats"]["device_steps"] > 0
+    found = report["tokens"]
+    same = sum(a == b for a, b in zip(found, greedy_reference.recorded(mode), strict=True))
+    print(f"{mode}: {same} of {len(found)} prompts are identical")
+    assert all(len(row) == tokens for row in found)
+    assert same >= {"float32": len(found) - 1, "released": len(found) // 2}[mode]

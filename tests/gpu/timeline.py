@@ -1,0 +1,63 @@
+"""Reads from a profile what CUDA-graph replays did on the device, and what the host waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.trace import trace_scope
+
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+WAITING_CALLS = ("Synchronize", "cudaMemcpy ", "cudaFree", "cudaMalloc")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The work of one graph launch, in microseconds of the profile's clock."""
+
+    start: float
+    end: float
+    nodes: int
+
+
+def replays(events: Iterable[dict[str, Any]]) -> list[Replay]:
+    """Every graph launch of a profile that did something, in order of its work."""
+    events = list(events)
+    launches = {e["args"]["correlation"] for e in events if str(e.get("name", "")).startswith("cudaGraphLaunch")}
+    work: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("cat") in DEVICE_WORK and event["args"].get("correlation") in launches:
+            work.setdefault(event["args"]["correlation"], []).append(event)
+    found = [
+        Replay(min(e["ts"] for e in nodes), max(e["ts"] + e["dur"] for e in nodes), len(nodes))
+        for nodes in work.values()
+    ]
+    return sorted(found, key=lambda replay: replay.start)
+
+
+def idle_between(first: Replay, second: Replay) -> float:
+    """Microseconds in which the stream did nothing between two replays."""
+    return max(0.0, second.start - first.end)
+
+
+def waiting_calls(events: Iterable[dict[str, Any]]) -> Counter[str]:
+    """How often the host called each CUDA function that can wait for the device."""
+    names = (str(e["name"]) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
+    return Counter(n for n in names if any(word in f"{n} " for word in WAITING_CALLS))
+
+
+def profile(work: Callable[[], object], directory: Path) -> list[dict[str, Any]]:
+    """The events of ``work``."""
+    import json
+
+    file = directory / "profile.json"
+    with trace_scope(file, SingleProcess()):
+        work()
+        torch.cuda.synchronize()
+    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    return events

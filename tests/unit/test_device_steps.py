@@ -1,0 +1,217 @@
+"""Steps that run on the device alone: the same tokens as steps that the host decides, for any batch.
+
+Without a GPU the same steps run on the CPU, enqueued instead of captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from dspark_trt.runtime_py.acceptance import HeadAcceptance
+from dspark_trt.runtime_py.decoder import Execution
+from dspark_trt.runtime_py.device_step import DeviceStep
+from dspark_trt.runtime_py.interleaving import Interleaver, low_batch_problem, request_counts, why_not
+from dspark_trt.runtime_py.keyed_noise import gumbel_sample
+from dspark_trt.runtime_py.requests import SamplingParams, Statistics
+from dspark_trt.runtime_py.scheduling import FullLength, Threshold
+from dspark_trt.runtime_py.slots import SlotState
+from dspark_trt.runtime_py.verification import BlockVerification, StandardRejection, Verifier
+
+from tests.fakes import TableDraft, Tables, TableTarget, request, table_decoder
+
+TABLES = Tables.random(23, 4, seed=5)
+ON_DEVICE = Execution(steps="device")
+
+
+def completions(
+    execution: Execution, params: Any, *, prompts: int, **options: Any
+) -> tuple[list[list[int]], Statistics]:
+    decoder = table_decoder(TABLES, execution=execution, **options)
+    lengths = torch.randint(1, 9, (prompts,), generator=torch.Generator().manual_seed(prompts)).tolist()
+    texts = [[(3 * i + j) % TABLES.vocab for j in range(n)] for i, n in enumerate(lengths)]
+    done, stats = decoder.generate(texts, params)
+    return [c.token_ids for c in done], stats
+
+
+def both(params: Any, *, prompts: int, **options: Any) -> tuple[Statistics, Statistics]:
+    """Decode both ways, want the same tokens, and return the statistics."""
+    wanted, host = completions(Execution(steps="host"), params, prompts=prompts, **options)
+    found, device = completions(ON_DEVICE, params, prompts=prompts, **options)
+    assert found == wanted
+    assert host.device_steps == 0
+    assert (device.steps, device.accepted_per_position) == (host.steps, host.accepted_per_position)
+    return host, device
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("prompts", [1, 8, 13])
+def test_greedy_tokens_are_those_of_the_host(slots: int, prompts: int) -> None:
+    """GR-1, in as far as it needs no graph: more prompts than slots, so requests come and go and change places."""
+    _, device = both(SamplingParams(max_tokens=40), prompts=prompts, slots=slots)
+    assert device.device_steps == device.target_calls - sum_of_prefills(device) > 0
+    assert 0 < device.accepted_per_position[0] < device.proposed_per_position[0]
+
+
+def sum_of_prefills(stats: Statistics) -> int:
+    return stats.target_calls - stats.device_steps
+
+
+@pytest.mark.parametrize("method", [StandardRejection(), BlockVerification()])
+@pytest.mark.parametrize("sampling", [True, False])
+def test_sampled_tokens_are_those_of_the_host(method: Any, sampling: bool) -> None:
+    """Same keys, same draws: with drafts that are sampled or greedy, in batches that are mixed."""
+    params = [SamplingParams(max_tokens=30, temperature=t, seed=9 + i) for i, t in enumerate([0.7, 0.0, 1.3] * 4)]
+    _, device = both(params, prompts=12, slots=5, sampling=sampling, verifier=Verifier(method))
+    assert device.device_steps > 0
+
+
+def test_requests_of_other_lengths_share_a_batch() -> None:
+    params = [SamplingParams(max_tokens=25, num_draft_tokens=n) for n in (0, 1, 2, 3, 4, None)]
+    _, device = both(params, prompts=6, slots=6)
+    proposed = device.proposed_per_position
+    assert proposed[0] > proposed[3] > 0
+
+
+def test_a_stop_within_accepted_drafts_cuts_the_rest_off() -> None:
+    both(SamplingParams(max_tokens=60, stop_token_ids=(4, 11)), prompts=9, slots=3)
+
+
+def test_batches_change_between_device_and_host() -> None:
+    """A request with a penalty takes its whole batch to the host; when it is done the others go on alone."""
+    params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=12, repetition_penalty=1.4)] * 2
+    _, device = both(params, prompts=4, slots=4)
+    assert 0 < device.device_steps < device.draft_calls
+
+
+def test_the_ranks_decisions_are_compared() -> None:
+    class Other:
+        rank, size = 0, 2
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return [value, [[1, 2, 3]]]
+
+        def broadcast(self, value: Any, root: int = 0) -> Any:
+            return value
+
+    decoder = table_decoder(TABLES, execution=ON_DEVICE, communicator=Other(), check_lockstep=False)
+    decoder._check_lockstep = True
+    with pytest.raises(RuntimeError, match="ranks decided differently"):
+        decoder.generate([[1, 2]], SamplingParams(max_tokens=20))
+
+
+def make_step(requests: int, slots: int = 3, fault: torch.Tensor | None = None) -> tuple[DeviceStep, SlotState]:
+    state = SlotState(slots, TABLES.block, None, torch.device("cpu"))
+    draft = TableDraft(TABLES, sampling=False)
+    return DeviceStep(TableTarget(TABLES), draft, ({}, {}), state, requests, None, fault=fault), state
+
+
+def run(step: DeviceStep) -> None:
+    step.target()
+    step.verify()
+    step.draft()
+
+
+def test_padding_changes_nothing() -> None:
+    """A batch of one in a step of three emits what it emits alone, and leaves the other slots as they were."""
+    results = []
+    for size in (1, 3):
+        step, state = make_step(size)
+        state.enter([dataclasses.replace(request([5, 7], [1, 2, 3, 4], SamplingParams()), slot=1)], [4])
+        step.place([1])
+        run(step)
+        results.append(
+            (step.emitted(1), state.anchors[:3].tolist(), state.positions[:3].tolist(), state.drafts[:3].tolist())
+        )
+        assert state.anchors[0] == state.anchors[2] == 0
+    assert results[0] == results[1]
+
+
+def test_rejected_and_padding_rows_are_marked() -> None:
+    """GR-6 and the contract of the draft: only the old anchor and the kept drafts become context."""
+    step, state = make_step(2)
+    text = request([5, 7], [0] * 4, SamplingParams())
+    # Drafts of which exactly two are the target's own choices.
+    ids, position = 7, 1
+    for i in range(4):
+        choice = int(TABLES.target_logits(torch.tensor([ids]), torch.tensor([position + i])).argmax())
+        text.drafts[i] = choice if i < 2 else (choice + 1) % TABLES.vocab
+        ids = text.drafts[i]
+    state.enter([dataclasses.replace(text, slot=2)], [4])
+    step.place([2])
+    step.target()
+    step.verify()
+    assert len(step.emitted(1)[0]) == 3
+    assert step._context["feature_slots"].tolist() == [2, 2, 2, -1, -1] + [-1] * 5
+    assert step._context["feature_positions"].tolist()[:3] == [1, 2, 3]
+    assert (state.positions[2], state.anchors[2]) == (4, step.emitted(1)[0][-1])
+
+
+def test_the_fault_travels_with_the_tokens() -> None:
+    fault = torch.zeros(1, dtype=torch.int32)
+    step, state = make_step(1, fault=fault)
+    state.enter([request([5, 7], [1, 2, 3, 4], SamplingParams())], [4])
+    step.place([0])
+    run(step)
+    assert step.fault() == 0
+    fault.fill_(2)
+    run(step)
+    assert step.fault() == 2
+
+
+def test_a_fault_ends_the_step() -> None:
+    """TP-11: what a kernel noted reaches the caller before the tokens do."""
+
+    def failing() -> None:
+        raise RuntimeError("rank 1 sent nothing")
+
+    execution = Execution(steps="device", fault=torch.ones(1, dtype=torch.int32), on_fault=failing)
+    with pytest.raises(RuntimeError, match="rank 1 sent nothing"):
+        table_decoder(TABLES, execution=execution).generate([[1]], SamplingParams(max_tokens=9))
+
+
+def test_what_needs_the_host_is_said() -> None:
+    greedy = [request([1], [], SamplingParams())]
+    assert why_not(greedy, FullLength(), Verifier()) is None
+    assert "Threshold" in str(why_not(greedy, Threshold(HeadAcceptance(), 0.5), Verifier()))
+    assert "sampler" in str(why_not(greedy, FullLength(), Verifier(sampler=lambda *a, **k: gumbel_sample(*a, **k))))
+    for params, word in (
+        (SamplingParams(presence_penalty=1), "penalties"),
+        (SamplingParams(temperature=1, top_k=3), "top-k"),
+    ):
+        assert word in str(why_not([request([1], [], params)], FullLength(), Verifier()))
+
+
+def test_the_plan_depends_on_the_request_count_alone() -> None:
+    state = SlotState(8, TABLES.block, None, torch.device("cpu"))
+    steps = Interleaver(
+        TableTarget(TABLES), TableDraft(TABLES, sampling=False), ({}, {}), state, counts=(4, 1, 4), verifier=Verifier()
+    )
+    assert [steps.plan(n).requests for n in (1, 2, 4, 5, 8)] == [1, 4, 4, 5, 8]
+    assert not any(steps.plan(n).captured for n in (1, 4, 5))
+
+
+def test_default_counts_reach_the_largest_batch() -> None:
+    assert request_counts(1) == (1,)
+    assert request_counts(8) == (1, 2, 4, 8)
+    assert request_counts(12) == (1, 2, 4, 8, 12)
+
+
+def test_times_are_told_by_phase() -> None:
+    _, stats = completions(ON_DEVICE, SamplingParams(max_tokens=40), prompts=3)
+    assert min(stats.target_seconds, stats.verify_seconds, stats.draft_seconds, stats.gap_seconds) > 0
+    parts = (
+        stats.target_seconds + stats.verify_seconds + stats.draft_seconds + stats.gap_seconds + stats.prefill_seconds
+    )
+    assert parts <= stats.total_seconds
+
+
+def test_request_counts_without_a_fused_boundary_are_told() -> None:
+    """With the count to add."""
+    assert low_batch_problem((4, 64), 6) is None
+    assert low_batch_problem((), 6) is None
+    said = str(low_batch_problem((64, 43), 6))
+    assert "of 43 requests, has 258 rows, they take 256" in said
+    assert said.endswith("add 42 to --request-counts")

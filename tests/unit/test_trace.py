@@ -1,0 +1,56 @@
+"""The timeline of several ranks: one time axis, tracks that don't mix, names that say the rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.trace import merge, trace_scope
+
+
+def record(base_ns: int) -> dict[str, Any]:
+    """What two ranks could both write, process and flow numbers included."""
+    return {
+        "schemaVersion": 1,
+        "baseTimeNanoseconds": base_ns,
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 17, "tid": 0, "ts": 0, "args": {"name": "python"}},
+            {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": 0, "args": {"labels": "GPU 0"}},
+            {"ph": "X", "name": "target", "pid": 17, "tid": 17, "ts": 10.5, "dur": 2.0},
+            {"ph": "s", "name": "ac2g", "id": 4, "pid": 17, "tid": 17, "ts": 11.0, "bp": "e"},
+            {"ph": "i", "name": "note", "pid": "Traces", "tid": "t", "ts": 12.0},
+        ],
+    }
+
+
+def test_ranks_share_a_time_axis_and_nothing_else() -> None:
+    merged = merge([record(5_000_000), record(2_000_000)])
+    first, second = merged["traceEvents"][:5], merged["traceEvents"][5:]
+    # Rank 0's clock started 3 ms after rank 1's.
+    assert [e["ts"] for e in first] == [3000.0, 3000.0, 3010.5, 3011.0, 3012.0]
+    assert [e["ts"] for e in second] == [0, 0, 10.5, 11.0, 12.0]
+    assert not {e["pid"] for e in first} & {e["pid"] for e in second}
+    assert first[3]["id"] != second[3]["id"]
+    assert [e["args"]["name"] for e in (first[0], second[0])] == ["rank 0: python", "rank 1: python"]
+    assert second[1]["args"]["labels"] == "rank 1 GPU 0"
+
+
+@pytest.mark.parametrize("name", ["trace.json", "deeper/trace.json.gz"])
+def test_what_ran_is_in_the_file(name: str, tmp_path: Path) -> None:
+    with trace_scope(tmp_path / name, SingleProcess()), torch.profiler.record_function("draft"):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    data = (tmp_path / name).read_bytes()
+    events = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"draft", "aten::matmul"} <= names
+
+
+def test_nothing_is_written_of_a_run_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="step"), trace_scope(tmp_path / "trace.json", SingleProcess()):
+        raise RuntimeError("step")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,81 @@
+"""A rank that gets nowhere says where it stands and ends the job; one that works is left alone."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+from dspark_trt.runtime_py.watchdog import Watchdog
+
+
+class Job:
+    """Stands in for the other ranks: notes when and with what status the job was ended."""
+
+    def __init__(self) -> None:
+        self.output, self.ended = io.StringIO(), threading.Event()
+        self.status: int | None = None
+
+    def abort(self, status: int) -> None:
+        self.status = status
+        self.ended.set()
+
+    def watchdog(self, timeout_s: float) -> Watchdog:
+        return Watchdog(3, self.abort, timeout_s=timeout_s, grace_s=0.05, output=self.output)
+
+
+def test_a_silent_rank_is_named_with_what_it_enqueued_last() -> None:
+    """TP-11."""
+    job = Job()
+    with job.watchdog(0.1) as watchdog, watchdog.operation("step 7 of 2 requests"):
+        watchdog.enqueued("draft of 2 requests")
+        assert job.ended.wait(10)
+    assert job.status == 1
+    said = job.output.getvalue()
+    assert said.startswith("rank 3: step 7 of 2 requests has not ended after 0 s; last enqueued: draft of 2 requests.")
+    assert said.count("\n") == 1
+
+
+def test_work_in_time_is_left_alone() -> None:
+    job = Job()
+    with job.watchdog(0.3) as watchdog:
+        for step in range(12):
+            with watchdog.operation(f"step {step}"):
+                time.sleep(0.05)
+        time.sleep(0.4)  # between operations a rank may wait for its user
+    assert job.status is None
+    assert job.output.getvalue() == ""
+
+
+def test_an_operation_may_have_a_time_of_its_own() -> None:
+    job = Job()
+    with job.watchdog(0.05) as watchdog, watchdog.operation("loading", timeout_s=60):
+        time.sleep(0.3)
+    assert job.status is None
+
+
+def test_the_innermost_operation_counts_and_the_outer_goes_on() -> None:
+    job = Job()
+    with job.watchdog(0.5) as watchdog, watchdog.operation("step 1"):
+        for _ in range(3):
+            with watchdog.operation("capture", timeout_s=60):
+                time.sleep(0.3)
+        assert job.status is None
+        with watchdog.operation("capture", timeout_s=0.1):
+            assert job.ended.wait(10)
+    assert "rank 3: capture has not ended" in job.output.getvalue()
+
+
+def test_an_operation_that_fails_is_over() -> None:
+    job = Job()
+    with job.watchdog(0.1) as watchdog:
+        with pytest.raises(ValueError, match="this step"), watchdog.operation("step 1"):
+            raise ValueError("this step")
+        time.sleep(0.3)
+    assert job.status is None
+
+
+def test_a_time_that_can_not_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeout is 0 s, expected more than 0"):
+        Job().watchdog(0)
