@@ -143,6 +143,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
             communicator=communicator,
             speculative=speculative,
             verifier=verifier,
+            online_acceptance=options.verification.acceptance == "online",
             check_lockstep=options.check_lockstep,
             device=options.device,
             backend=options.backend,

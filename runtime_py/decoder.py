@@ -127,6 +127,9 @@ class Decoder:
                 on_fault=self._execution.on_fault,
                 progress=self._execution.progress,
             )
+        if self._execution.stream:
+            # What was made so far was made on the default stream, which the other one does not wait for.
+            torch.cuda.synchronize(self._execution.device)
 
     @classmethod
     def from_dir(cls, engine_dir: Path | str, **options: Any) -> Decoder:

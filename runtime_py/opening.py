@@ -38,6 +38,7 @@ def open_decoder(
     speculative: bool = True,
     verifier: Verifier | None = None,
     sampler: Sampler | None = None,
+    online_acceptance: bool = False,
     check_lockstep: bool = False,
     device: DeviceChoice = "auto",
     backend: Backend = "auto",
@@ -50,6 +51,7 @@ def open_decoder(
 
     Args:
         sampler: chooses tokens in drafting and in verification, in place of the keyed Gumbel noise.
+        online_acceptance: a scheduler will estimate acceptance while decoding, which keeps the draft's sampling whole.
         device: auto is a GPU wherever there is one for every rank.
         backend: auto is TensorRT where the engines run on every rank.
         request_counts: request counts whose steps are captured on a GPU; None for powers of two up to the
@@ -106,7 +108,8 @@ def open_decoder(
             told.enqueued(f"loading of the {kind}'s engine")
             return open_session(directory, kind, mapping.tp_rank, api, world_size=communicator.size, mailbox=mailbox)
         told.enqueued(f"loading of the {kind}'s weights")
-        network = load_network(kind, directory.path / WEIGHTS, mapping.tp_rank, directory.build).to(place)
+        shards, rank = directory.path / WEIGHTS, mapping.tp_rank
+        network = load_network(kind, shards, rank, directory.build, online_acceptance=online_acceptance).to(place)
         if sampler and isinstance(network.model, DraftModel):
             network.model.sampler = sampler
         return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope)

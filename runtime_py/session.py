@@ -76,21 +76,7 @@ class TorchSession:
             SessionError: a name, shape or dtype differs from the network's, before anything is written.
         """
         inputs = {**self._own, **inputs}
-        shapes = infer_shapes(self.io, {name: tuple(t.shape) for name, t in inputs.items()})
-        problems = [
-            f"{i.name} is {inputs[i.name].dtype}, expected {i.dtype}"
-            for i in self.io.inputs
-            if inputs[i.name].dtype != i.dtype
-        ]
-        for info in shapes.values():
-            given = outputs.get(info.name)
-            if given is None or tuple(given.shape) != info.shape or given.dtype != info.dtype:
-                found = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
-                problems.append(f"output {info.name} is {found}, expected {info.dtype} {list(info.shape)}")
-        for output, source in self.io.aliases.items():
-            if output in outputs and outputs[output].data_ptr() != inputs[source].data_ptr():
-                problems.append(f"output {output} must be bound to the tensor of {source}, it is updated in place")
-        if problems:
+        if problems := tensor_problems(self.io, inputs, outputs):
             raise SessionError("; ".join(problems))
         with torch.inference_mode(), collective_scope(self._communicator.all_gather), self._scope():
             results = self.network(*(inputs[i.name] for i in self.io.inputs))
@@ -119,6 +105,27 @@ def infer_shapes(io: NetworkIO, inputs: Mapping[str, tuple[int, ...]]) -> dict[s
         o.name: TensorInfo(o.name, o.dtype, tuple(sizes[d] if isinstance(d, str) else d for d in o.shape))
         for o in io.outputs
     }
+
+
+def tensor_problems(io: NetworkIO, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[str]:
+    """What keeps tensors from being the inputs and outputs of a call, a line each.
+
+    Raises:
+        SessionError: inputs are missing, unknown or of another shape.
+    """
+    shapes = infer_shapes(io, {name: tuple(t.shape) for name, t in inputs.items()})
+    problems = [
+        f"{i.name} is {inputs[i.name].dtype}, expected {i.dtype}" for i in io.inputs if inputs[i.name].dtype != i.dtype
+    ]
+    for info in shapes.values():
+        given = outputs.get(info.name)
+        if given is None or tuple(given.shape) != info.shape or given.dtype != info.dtype:
+            found = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+            problems.append(f"output {info.name} is {found}, expected {info.dtype} {list(info.shape)}")
+    for output, source in io.aliases.items():
+        if output in outputs and outputs[output].data_ptr() != inputs[source].data_ptr():
+            problems.append(f"output {output} must be bound to the tensor of {source}, it is updated in place")
+    return problems
 
 
 def fixed_shape(info: TensorInfo) -> tuple[int, ...]:

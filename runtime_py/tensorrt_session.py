@@ -114,22 +114,17 @@ class TensorRTSession:
         """
         import torch
 
-        from .session import SessionError
+        from .session import SessionError, tensor_problems
 
         inputs = {**self._own, **inputs}
-        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        problems = []
-        for info in (*self.io.inputs, *self.infer_shapes(shapes).values()):
-            tensor = inputs.get(info.name, outputs.get(info.name))
-            shape = shapes.get(info.name, info.shape)
-            fits = tensor is not None and tensor.is_cuda and tensor.is_contiguous()
-            if tensor is None or not fits or (tensor.dtype, tuple(tensor.shape)) != (info.dtype, shape):
-                found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                strided = "" if tensor is None or tensor.is_contiguous() else ", not contiguous"
-                wanted = f"{info.dtype} {list(shape)} on a GPU, contiguous"
-                problems.append(f"{info.name} is {found}{strided}, expected {wanted}")
+        problems = tensor_problems(self.io, inputs, outputs)
+        for name, tensor in {**inputs, **outputs}.items():
+            if not tensor.is_cuda or not tensor.is_contiguous():
+                strided = "contiguous" if tensor.is_contiguous() else "not contiguous"
+                problems.append(f"{name} is {strided} on {tensor.device}, expected contiguous on a GPU")
         if problems:
             raise SessionError(f"{self._name}: {'; '.join(problems)}")
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         given = {**inputs, **outputs}
         addresses = {name: given[name].data_ptr() for name in self._names}
         stream = torch.cuda.current_stream(given[next(iter(given))].device).cuda_stream

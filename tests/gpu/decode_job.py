@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from dspark_trt.builder.engine_dir import EngineDir
+from dspark_trt.runtime_py.backend import Backend
 from dspark_trt.runtime_py.communicator import connect, fail_together
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.requests import SamplingParams
@@ -16,12 +17,17 @@ from dspark_trt.runtime_py.watchdog import Watchdog
 from tests import greedy_reference
 
 
-def main(engines: Path, tokens: int, lockstep: bool) -> None:
+def main(engines: Path, tokens: int, backend: Backend) -> None:
     directory = EngineDir.open(engines)
     communicator = connect(directory.tp_size)
     with fail_together(communicator), Watchdog(communicator.rank, communicator.abort, timeout_s=60) as watchdog:
         with Decoder.from_dir(
-            engines, communicator=communicator, device="cuda", check_lockstep=lockstep, progress=watchdog
+            engines,
+            communicator=communicator,
+            device="cuda",
+            backend=backend,
+            check_lockstep=True,
+            progress=watchdog,
         ) as decoder:
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             done, stats = decoder.generate(greedy_reference.prompts(), params)
@@ -32,4 +38,4 @@ def main(engines: Path, tokens: int, lockstep: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), "lockstep" in sys.argv)
+    main(Path(sys.argv[1]), int(sys.argv[2]), "tensorrt" if sys.argv[3] == "tensorrt" else "torch")

@@ -19,7 +19,7 @@ def test_two_ranks_decode_what_the_cpu_decodes(mode: str, tmp_path: Path) -> Non
     """As on one GPU; partial sums of two ranks are added in rank order and rounded once more than whole sums."""
     engines = make_engines(tmp_path, 2, **greedy_reference.build_options(mode))
     tokens = greedy_reference.TOKENS
-    job = run_job(2, Path(__file__).with_name("decode_job.py"), engines, str(tokens), "lockstep", timeout=200)
+    job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(tokens), "torch", timeout=200)
     assert job.status == 0, job.err
     report = json.loads(job.out.splitlines()[-1])
     assert report["stats"]["device_steps"] > 0

@@ -332,10 +332,10 @@ def fail(error):
         os.kill(os.getpid(), signal.SIGKILL)
     raise error
 
-def failing_load(kind, *rest):
+def failing_load(kind, *rest, **options):
     if kind == "draft" and where == "load":
         fail(CheckpointError("the disk went away while loading"))
-    return load(kind, *rest)
+    return load(kind, *rest, **options)
 
 def failing_verify(drafts, logits):
     global steps
