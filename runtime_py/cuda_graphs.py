@@ -38,8 +38,12 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._stream.synchronize()
         try:
-            # Other threads, such as a watchdog, may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            # The outer scope gives the caller's stream back where ending a broken capture raises. Other threads, such
+            # as a watchdog, may use CUDA meanwhile.
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 call()
         except Exception as error:
             # Ending a broken capture raises again; the first error is the one that says why.
