@@ -11,7 +11,7 @@ from dspark_trt.runtime_py.watchdog import Watchdog
 
 def main(phase: str) -> None:
     communicator = MpiCommunicator()
-    with Watchdog(communicator.rank, communicator.abort, timeout_s=1, grace_s=0.5) as watchdog:
+    with Watchdog(communicator.rank, communicator.abort, timeout_s=1, grace_s=5) as watchdog:
         communicator.barrier()
         with watchdog.operation(phase):
             watchdog.enqueued(f"the work of rank {communicator.rank}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def test_a_stuck_rank_ends_the_job_and_every_rank_is_named(phase: str) -> None:
     started = time.monotonic()
     job = run_job(2, Path(__file__).with_name("stuck_job.py"), phase, timeout=90)
     assert job.status != 0
-    assert time.monotonic() - started < 60  # 1.5 s, and the start and end of the job on a loaded machine
+    assert time.monotonic() - started < 60  # 6 s, and the start and end of the job on a loaded machine
     for rank in range(2):
-        assert f"rank {rank}: {phase} has not ended after 1 s; last enqueued: the work of rank {rank}" in job.err
+        said = rf"rank {rank}: {phase} has not ended after \d+ s; last enqueued: the work of rank {rank}\."
+        assert re.search(said, job.err), job.err

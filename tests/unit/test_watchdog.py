@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 
@@ -33,17 +34,18 @@ def test_a_silent_rank_is_named_with_what_it_enqueued_last() -> None:
         assert job.ended.wait(10)
     assert job.status == 1
     said = job.output.getvalue()
-    assert said.startswith("rank 3: step 7 of 2 requests has not ended after 0 s; last enqueued: draft of 2 requests.")
+    started = r"rank 3: step 7 of 2 requests has not ended after \d+ s; last enqueued: draft of 2 requests\."
+    assert re.match(started, said)
     assert said.count("\n") == 1
 
 
 def test_work_in_time_is_left_alone() -> None:
     job = Job()
-    with job.watchdog(0.3) as watchdog:
-        for step in range(12):
+    with job.watchdog(2) as watchdog:
+        for step in range(8):
             with watchdog.operation(f"step {step}"):
-                time.sleep(0.05)
-        time.sleep(0.4)  # between operations a rank may wait for its user
+                time.sleep(0.3)
+        time.sleep(2.3)  # between operations a rank may wait for its user
     assert job.status is None
     assert job.output.getvalue() == ""
 
@@ -57,10 +59,10 @@ def test_an_operation_may_have_a_time_of_its_own() -> None:
 
 def test_the_innermost_operation_counts_and_the_outer_goes_on() -> None:
     job = Job()
-    with job.watchdog(0.5) as watchdog, watchdog.operation("step 1"):
+    with job.watchdog(2) as watchdog, watchdog.operation("step 1"):
         for _ in range(3):
             with watchdog.operation("capture", timeout_s=60):
-                time.sleep(0.3)
+                time.sleep(0.8)
         assert job.status is None
         with watchdog.operation("capture", timeout_s=0.1):
             assert job.ended.wait(10)
@@ -69,10 +71,10 @@ def test_the_innermost_operation_counts_and_the_outer_goes_on() -> None:
 
 def test_an_operation_that_fails_is_over() -> None:
     job = Job()
-    with job.watchdog(0.1) as watchdog:
+    with job.watchdog(1) as watchdog:
         with pytest.raises(ValueError, match="this step"), watchdog.operation("step 1"):
             raise ValueError("this step")
-        time.sleep(0.3)
+        time.sleep(1.3)
     assert job.status is None
 
 
