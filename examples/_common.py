@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect
 from dspark_trt.runtime_py.requests import RequestError
 from tokenizers import Tokenizer
 
@@ -41,3 +44,17 @@ def read_prompts(path: Path) -> list[str]:
 def device_name(place: torch.device) -> str:
     """What computes, for people."""
     return "the CPU" if place.type == "cpu" else torch.cuda.get_device_name(place)
+
+
+def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] | None:
+    """An engine directory and the ranks that were started for it; None, with the error printed, if they don't fit.
+
+    Args:
+        command: how the user starts the program, for the error's advice.
+    """
+    try:
+        directory = EngineDir.open(engine_dir)
+        return directory, connect(directory.tp_size, command)
+    except (EngineDirError, LaunchError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return None

@@ -29,11 +29,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from _common import Text, device_name, read_prompts
+from _common import Text, device_name, open_job, read_prompts
 from _decoding import METHODS
-from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
-from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.communicator import Communicator, fail_together
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
@@ -110,12 +110,9 @@ class Estimate:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    try:
-        directory = EngineDir.open(options.engine_dir)
-        communicator = connect(directory.tp_size, COMMAND)
-    except (EngineDirError, LaunchError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
+    directory, communicator = job
     with (
         fail_together(communicator, debug=options.debug),
         Watchdog(communicator.rank, communicator.abort) as progress,

@@ -25,11 +25,11 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from _common import Text, device_name, read_prompts
+from _common import Text, device_name, open_job, read_prompts
 from _decoding import METHODS, SamplingFlags, VerificationFlags
-from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
-from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.communicator import Communicator, fail_together
 from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
@@ -103,12 +103,9 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    try:
-        directory = EngineDir.open(options.engine_dir)
-        communicator = connect(directory.tp_size, COMMAND)
-    except (EngineDirError, LaunchError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
+    directory, communicator = job
     with fail_together(communicator, debug=options.debug):
         if not 0 < options.timeout < math.inf:
             raise RequestError(f"--timeout is {options.timeout}, expected a number of seconds above 0")

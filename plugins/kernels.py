@@ -84,15 +84,8 @@ def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mappin
     if not tensors[0].is_cuda or not has_kernel(op):
         return op.reference(attributes, *tensors)
     device, activation = tensors[0].device, bindings.get("T", torch.float32)
-    fixed = {"T": activation, "float32": torch.float32, "int32": torch.int32, "int8": torch.int8}
-    aliases = op.aliases(attributes)
     specs, inputs = op.outputs(attributes), op.inputs(attributes)
-    outputs = []
-    for i, spec in enumerate(specs):
-        shape = [d if isinstance(d, int) else bindings[d] for d in spec.dims]
-        outputs.append(
-            tensors[aliases[i]] if i in aliases else torch.empty(shape, dtype=fixed[spec.dtype], device=device)
-        )
+    outputs = allocate_outputs(op, attributes, tensors, bindings)
     strided = [s.name for s, t in zip(inputs, tensors, strict=True) if not t.is_contiguous()]
     if strided:
         raise ValueError(
@@ -105,6 +98,19 @@ def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mappin
     stream = torch.cuda.current_stream(device).cuda_stream
     launch(op, attributes, name, sizes, pointers, scratch.data_ptr(), stream)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def allocate_outputs(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors for an operation's outputs on the device of its inputs, not initialised; aliased ones are the inputs."""
+    dtypes = {"T": bindings.get("T"), "float32": torch.float32, "int32": torch.int32, "int8": torch.int8}
+    aliases, outputs = op.aliases(attributes), []
+    for i, spec in enumerate(op.outputs(attributes)):
+        if i in aliases:
+            outputs.append(tensors[aliases[i]])
+            continue
+        shape = [dim if isinstance(dim, int) else bindings[dim] for dim in spec.dims]
+        outputs.append(torch.empty(shape, dtype=dtypes[spec.dtype], device=tensors[0].device))
+    return outputs
 
 
 def _function(name: str) -> Any:

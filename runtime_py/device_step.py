@@ -54,6 +54,7 @@ class DeviceStep:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         self.slots = integers(requests)
+        self._offsets = torch.arange(width, dtype=torch.int32, device=device)
         self._fault = torch.zeros(1, dtype=torch.int32, device=device) if fault is None else fault
         # Per request how many drafts were kept and N + 1 tokens; then the fault.
         self._report = integers(requests * (1 + width) + 1)
@@ -131,8 +132,3 @@ class DeviceStep:
     def fault(self) -> int:
         """The fault as the last ``verify`` saw it."""
         return int(self._host_report[-1])
-
-    @property
-    def _offsets(self) -> Tensor:
-        """0 .. N, int32."""
-        return torch.arange(self._drafts + 1, dtype=torch.int32, device=self.slots.device)

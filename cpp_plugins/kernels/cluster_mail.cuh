@@ -80,18 +80,8 @@ class ClusterMail {
   __device__ __forceinline__ void wait(int box, int round) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks_ > 1) {
-      uint32_t done;
-      do {
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}"
-            : "=r"(done)
-            : "r"(shared_address(&storage_.arrived[box])), "r"(round % 2)
-            : "memory");
-      } while (done == 0);
+      while (!mbarrier_passed(&storage_.arrived[box], round % 2)) {
+      }
       return;
     }
 #endif

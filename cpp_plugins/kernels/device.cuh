@@ -15,6 +15,24 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+#if __CUDA_ARCH__ >= 900
+// Whether an mbarrier in shared memory has passed the phase of this parity; what other blocks of the cluster sent
+// before that is visible then.
+__device__ __forceinline__ bool mbarrier_passed(const void* barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+#endif
+
 // Starts copying 16 bytes to shared memory; writes zeros and reads nothing where `valid` is false.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),

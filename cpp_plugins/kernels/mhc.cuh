@@ -1,7 +1,7 @@
 // What the mHC kernels share: packs of channels, the arithmetic on streams, sums over a cluster.
 #pragma once
 
-#include "common.cuh"
+#include "device.cuh"
 
 namespace dspark {
 
@@ -89,7 +89,7 @@ class ClusterSum {
       // Nothing is sent to a block that has not started.
       if (turn_ == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
       if (lane < gridDim.x) send(set, blockIdx.x * warps + warp, lane, value);
-      while (!has_arrived(set, turn_ / 2 % 2)) {
+      while (!mbarrier_passed(&storage_.arrived[set], turn_ / 2 % 2)) {
       }
       if (threadIdx.x == 0) expect(set);  // the next but one
     } else
@@ -118,10 +118,6 @@ class ClusterSum {
 
  private:
 #if __CUDA_ARCH__ >= 900
-  static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-  }
-
   __device__ __forceinline__ void expect(int set) {
     const uint32_t bytes = gridDim.x * (blockDim.x / kWarp) * sizeof(float);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&storage_.arrived[set])),
@@ -140,20 +136,6 @@ class ClusterSum {
         "}" ::"r"(shared_address(slot)),
         "r"(shared_address(&storage_.arrived[set])), "r"(block), "r"(__float_as_uint(value))
         : "memory");
-  }
-
-  __device__ __forceinline__ bool has_arrived(int set, int phase) {
-    uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}"
-        : "=r"(done)
-        : "r"(shared_address(&storage_.arrived[set])), "r"(phase)
-        : "memory");
-    return done != 0;
   }
 #endif
 

@@ -8,9 +8,7 @@ rows and 6 target rows.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from dspark_trt.plugins.draft_attention import DRAFT_ATTENTION
 from dspark_trt.plugins.target_attention import TARGET_ATTENTION
 from torch import Tensor
 
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, cold_sets, time_graph
+from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, time_graph
 from tests.gpu.kernel_call import KernelCall
 
 HEADS, DIM, WINDOW, BLOCK = 64, 512, 128, 5
@@ -91,10 +89,7 @@ def time_sets(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
+    arguments = argument_parser(__doc__).parse_args()
     torch.manual_seed(0)
     report = Report()
     replays = 50 if arguments.quick else 200

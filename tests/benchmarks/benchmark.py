@@ -7,6 +7,7 @@ enough of them that a buffer has left the cache when its turn comes again; warm,
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -15,9 +16,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 READ_BYTES_PER_US = 4.53e6
 """What one kernel reads from an H200's memory at best, measured; divides bytes into ``floor_us``."""
@@ -68,6 +71,23 @@ def time_graph(
     spans = [1000 * a.elapsed_time(b) / len(launches) for a, b in pairwise(marks)]
     tenths = statistics.quantiles(spans, n=10)
     return Timing(statistics.median(spans), tenths[0], tenths[-1])
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Takes ``output``, the file for the results, and ``quick``, for a run that only shows that everything works."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    return parser
+
+
+def time_sets(
+    make: Callable[[T], Callable[[], Any]], sets: Sequence[T], cache: str, replays: int, warm_calls: int = WARM_CALLS
+) -> Timing:
+    """A launch a set of buffers, where ``cache`` is "warm" the first set again and again."""
+    if cache == "warm":
+        return time_graph([make(sets[0])] * warm_calls, replays)
+    return time_graph([make(one) for one in sets], replays)
 
 
 def cold_sets(set_bytes: int, most: int = 200) -> int:

@@ -12,9 +12,7 @@ each with a routing of its own. These are more than an L2 holds from five rows o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from dspark_trt.plugins.quantized_linear import QUANTIZED_LINEAR
 from dspark_trt.plugins.routed_experts import ROUTED_EXPERTS, swiglu
 from torch import Tensor
 
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, cold_sets, time_graph
+from tests.benchmarks.benchmark import Report, argument_parser, cold_sets, time_graph, time_sets
 from tests.gpu.kernel_call import KernelCall
 
 ROWS = (1, 5, 10, 20, 40, 64)
@@ -61,11 +59,6 @@ def layer_inputs(rows: int, columns: int, channels: int, block: int) -> list[Ten
     codes = torch.where(torch.rand(columns, channels, device="cuda") < 0.5, codes, codes | -128)
     scale = random_bytes(112, 116, -(-columns // block), channels // block)
     return [torch.randn(rows, channels, device="cuda").bfloat16(), codes, scale]
-
-
-def time_sets(make: Callable[[list[Tensor]], Launch], sets: list[list[Tensor]], cache: str, replays: int) -> Timing:
-    launches = [make(one) for one in (sets if cache == "cold" else sets[:1])]
-    return time_graph(launches if cache == "cold" else launches * WARM_CALLS, replays)
 
 
 def dequantized(weight: Tensor, scale: Tensor, block: int) -> Tensor:
@@ -209,10 +202,7 @@ def time_experts(report: Report, row_counts: tuple[int, ...], replays: int) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
+    arguments = argument_parser(__doc__).parse_args()
     torch.manual_seed(0)
     report = Report()
     replays, row_counts = (20, QUICK_ROWS) if arguments.quick else (100, ROWS)

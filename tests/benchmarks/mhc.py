@@ -9,7 +9,6 @@ memory, each followed by a boundary kernel.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from torch import Tensor
 
 from tests.benchmarks import mhc_peers as peers
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, cold_sets, time_graph
+from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, time_graph
 from tests.gpu.kernel_call import KernelCall
 from tests.op_examples import UNQUANTIZED
 
@@ -253,9 +252,7 @@ class _Collectives:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
+    parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.ranks > 1:

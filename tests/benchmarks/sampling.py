@@ -8,9 +8,8 @@ on the chip must read it once a step; the kernel keeps part of it, so it may tak
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import triton.language as tl
 from dspark_trt.plugins.markov_sampling import MARKOV_SAMPLING
 from torch import Tensor
 
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, cold_sets, time_graph
+from tests.benchmarks.benchmark import WARM_CALLS, Report, argument_parser, cold_sets, time_graph, time_sets
 from tests.gpu.kernel_call import KernelCall
 
 VOCAB, RANK, BLOCK = 129280, 256, 5
@@ -102,9 +101,8 @@ def triton_chain(inputs: list[Tensor], tile: tuple[int, int]) -> tuple[Launch, T
     return launch, best
 
 
-def time_sets(make: Callable[[list[Tensor]], Launch], sets: list[list[Tensor]], cache: str, replays: int) -> Timing:
-    launches = [make(one) for one in (sets if cache == "cold" else sets[:1])]
-    return time_graph(launches if cache == "cold" else launches * (WARM_CALLS // 4), replays)
+time_chain = partial(time_sets, warm_calls=WARM_CALLS // 4)
+"""A chain takes longer than most operations, so fewer of them make a warm graph."""
 
 
 def check_peers(inputs: list[Tensor], wanted: Tensor) -> None:
@@ -120,10 +118,7 @@ def check_peers(inputs: list[Tensor], wanted: Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
+    arguments = argument_parser(__doc__).parse_args()
     torch.manual_seed(0)
     report = Report()
     replays = 20 if arguments.quick else 50
@@ -142,19 +137,19 @@ def main() -> None:
             for name, kind in variants.items():
                 # The embedding rows, tokens and candidates are nothing beside these.
                 moved = BLOCK * table + logits * (2 if kind["logits"] else 1)
-                ours = time_sets(lambda one, kind=kind: kernel_call(one, **kind).launch, sets, cache, replays)
+                ours = time_chain(lambda one, kind=kind: kernel_call(one, **kind).launch, sets, cache, replays)
                 peers = {}
                 if name == "markov_sampling":
-                    peers["torch eager"] = time_sets(
+                    peers["torch eager"] = time_chain(
                         lambda one: lambda: torch_chain(*one), sets, cache, replays
                     ).median_us
                     if not arguments.quick:
                         compiled = torch.compile(torch_chain, dynamic=False)
-                        peers["torch.compile"] = time_sets(
+                        peers["torch.compile"] = time_chain(
                             lambda one, f=compiled: lambda: f(*one), sets, cache, replays
                         ).median_us
                     peers["simple Triton"] = min(
-                        time_sets(lambda one, tile=tile: triton_chain(one, tile)[0], sets, cache, replays).median_us
+                        time_chain(lambda one, tile=tile: triton_chain(one, tile)[0], sets, cache, replays).median_us
                         for tile in TILES
                     )
                 facts: dict[str, Any] = {"rows": requests * BLOCK, "hidden": RANK, "cache": cache, "vocab": VOCAB}

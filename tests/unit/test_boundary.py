@@ -7,7 +7,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,39 +21,12 @@ from dspark_trt.runtime_py.stock import GatheredSum, StockError, boundary_scope,
 from torch import Tensor
 
 from tests.op_examples import LABELS, Example, example
+from tests.thread_ranks import outcomes
 
 NODE = Facts(ranks=4, nodes=1, dtype=torch.bfloat16, mailbox_problem="")
 BOUNDARIES = [label for label in LABELS if label.startswith("MhcAllReduce")]
 STREAMS, NORM = {"rtol": 0.008, "atol": 1e-6}, {"rtol": 0.008, "atol": 0.008}
 """Spec 8.2, all-reduce and boundary fused by others: bounds of streams and of normed rows."""
-
-
-class Ranks:
-    """Communicators of ranks that are threads."""
-
-    def __init__(self, size: int):
-        self.size, self.barrier, self.box = size, threading.Barrier(size, timeout=20), [None] * size
-
-    def run(self, work: Callable[[Any], Any]) -> list[Any]:
-        """``work(communicator)`` of every rank, or the exception that it raised."""
-        with ThreadPoolExecutor(self.size) as pool:
-            futures = [pool.submit(work, Rank(self, rank)) for rank in range(self.size)]
-            return [f.exception() or f.result() for f in futures]
-
-
-class Rank:
-    def __init__(self, ranks: Ranks, rank: int):
-        self.ranks, self.rank, self.size = ranks, rank, ranks.size
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self.ranks.box[self.rank] = value
-        self.ranks.barrier.wait()
-        gathered = list(self.ranks.box)
-        self.ranks.barrier.wait()
-        return gathered
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self.all_gather_object(tensor))
 
 
 # The decision -------------------------------------------------------------------------------------------
@@ -88,7 +60,7 @@ def test_one_rank_without_peer_access_sends_all_ranks_the_stock_way(monkeypatch:
     """TP-8, pitfall 17: what only rank 2 met decides for everyone, with the same words."""
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     problems = ["", "", "cudaIpcOpenMemHandle failed with error 101", ""]
-    facts = Ranks(4).run(lambda c: Facts.gather(c, torch.bfloat16, problems[c.rank]))
+    facts = outcomes(4, lambda c: Facts.gather(c, torch.bfloat16, problems[c.rank]))
     assert len(set(facts)) == 1 and facts[0].mailbox_problem == f"rank 2: {problems[2]}"
     plans = {plan(rows, one) for one in facts for rows in (1, 40, 256)}
     assert {p.path for p in plans} == {Path.STOCK} and len(plans) == 1
@@ -103,7 +75,7 @@ def test_hosts_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
         own.rank = communicator.rank
         return Facts.gather(communicator, torch.float16)
 
-    facts = Ranks(4).run(gather)
+    facts = outcomes(4, gather)
     assert set(facts) == {Facts(4, 2, torch.float16, "")}
 
 
@@ -126,7 +98,7 @@ def test_the_plan_asks_for_nothing_of_its_own_rank(monkeypatch: pytest.MonkeyPat
 
 def test_ranks_of_different_activations_are_refused_alike() -> None:
     dtypes = [torch.bfloat16, torch.float16]
-    errors = Ranks(2).run(lambda c: Facts.gather(c, dtypes[c.rank]))
+    errors = outcomes(2, lambda c: Facts.gather(c, dtypes[c.rank]))
     assert all(isinstance(e, BoundaryError) for e in errors) and len({str(e) for e in errors}) == 1
     assert "rank 0 torch.bfloat16, rank 1 torch.float16; expected one" in str(errors[0])
 
@@ -172,7 +144,7 @@ def test_separate_operations_have_the_bits_of_the_fused_one(label: str, tp_size:
         return in_stock(one, parts, rank.rank, GatheredSum(rank).all_reduce)
 
     wanted = fused(one, parts, 0)
-    for found in Ranks(tp_size).run(work):
+    for found in outcomes(tp_size, work):
         assert len(found) == len(wanted)
         for part, whole in zip(found, wanted, strict=True):
             assert torch.equal(part.isnan(), whole.isnan())

@@ -15,6 +15,7 @@ from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
 from dspark_trt.builder.config import Numerics
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
+from dspark_trt.plugins.kernels import allocate_outputs
 from dspark_trt.plugins.op import Op, executor_scope
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.decoder import Decoder, Execution
@@ -89,13 +90,7 @@ META = torch.device("meta")
 def without_data(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: dict[str, Any]) -> Any:
     """As a kernel is called: outputs of the declared shapes and dtypes on the device of the inputs, caches in place."""
     assert all(t.device == META for t in tensors), f"{op.name}: {[str(t.device) for t in tensors]}"
-    dtypes = {"float32": torch.float32, "int32": torch.int32, "int8": torch.int8, "T": bindings.get("T")}
-    aliases = op.aliases(attributes)
-    outputs = []
-    for i, spec in enumerate(op.outputs(attributes)):
-        shape = [dim if isinstance(dim, int) else bindings[dim] for dim in spec.dims]
-        made = torch.empty(shape, dtype=dtypes[spec.dtype], device=META)
-        outputs.append(tensors[aliases[i]] if i in aliases else made)
+    outputs = allocate_outputs(op, attributes, tensors, bindings)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dspark_trt.plugins import mhc_all_reduce as layout
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.mailbox import CudaMemory, Mailbox, MailboxError, region_bytes
+
+from tests.thread_ranks import outcomes
 
 CPU = torch.device("cpu")
 HIDDEN = 64
 
 
 class Node:
-    """What the ranks of a job share: memory by address, and a place to meet."""
+    """The memory of a job's ranks by address, and what happened to it."""
 
-    def __init__(self, size: int):
-        self.size, self.barrier = size, threading.Barrier(size, timeout=20)
-        self.box: list[Any] = [None] * size
+    def __init__(self) -> None:
         self.allocations: dict[int, np.ndarray] = {}
         self.events: list[tuple[str, int]] = []
-
-
-class FakeCommunicator:
-    def __init__(self, node: Node, rank: int):
-        self.node, self.rank, self.size = node, rank, node.size
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self.node.box[self.rank] = value
-        self.barrier()
-        gathered = list(self.node.box)
-        self.barrier()
-        return gathered
-
-    def barrier(self) -> None:
-        self.node.barrier.wait()
 
 
 class FakeMemory:
@@ -89,18 +73,16 @@ class FakeMemory:
         self._event("unmap", self.mapped.pop(address))
 
 
-def on_ranks(size: int, action: Callable[[FakeCommunicator, FakeMemory], Any], **refuse: str) -> tuple[Node, list[Any]]:
-    """Run ``action`` on every rank; return what each returned or raised."""
-    node = Node(size)
-
-    def run(rank: int) -> Any:
-        try:
-            return action(FakeCommunicator(node, rank), FakeMemory(node, rank, refuse.get(f"rank{rank}", "")))
-        except MailboxError as error:
-            return error
-
-    with ThreadPoolExecutor(size) as pool:
-        return node, list(pool.map(run, range(size)))
+def on_ranks(size: int, action: Callable[[Communicator, FakeMemory], Any], **refuse: str) -> tuple[Node, list[Any]]:
+    """Run ``action`` on every rank; return what each returned, or the MailboxError that it raised."""
+    node = Node()
+    results = outcomes(
+        size, lambda c: action(c, FakeMemory(node, c.rank, refuse.get(f"rank{c.rank}", ""))), timeout_s=20
+    )
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, MailboxError):
+            raise result
+    return node, results
 
 
 def make(communicator: Any, memory: Any, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN) -> Mailbox:
@@ -180,7 +162,7 @@ def test_what_the_kernels_do_not_take_is_refused(size: int, dtype: torch.dtype) 
 
 
 def test_close_frees_nothing_that_a_peer_still_maps() -> None:
-    def cycle(communicator: FakeCommunicator, memory: FakeMemory) -> None:
+    def cycle(communicator: Communicator, memory: FakeMemory) -> None:
         box = make(communicator, memory)
         box.close()
         box.close()
@@ -201,7 +183,7 @@ def test_close_frees_nothing_that_a_peer_still_maps() -> None:
 def test_a_fault_that_a_kernel_noted_becomes_an_error(fault: int, message: str) -> None:
     """TP-11."""
 
-    def provoke(communicator: FakeCommunicator, memory: FakeMemory) -> None:
+    def provoke(communicator: Communicator, memory: FakeMemory) -> None:
         box = make(communicator, memory)
         try:
             box.check()
