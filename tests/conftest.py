@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from tests.configs import TinyCheckpoint
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tensorrt-include",
+        action="append",
+        metavar="DIR",
+        help="folder with NvInfer.h, for tests of the TensorRT plugins in C++; may be given several times",
+    )
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """One thread: the same bits on every machine, and no fight over the cores with other processes."""

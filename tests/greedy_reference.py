@@ -7,12 +7,17 @@ again, and a unit test decodes the first prompts anew.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+from dspark_trt.plugins import attention, numerics
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, SamplingParams
@@ -27,8 +32,9 @@ MODES: dict[str, dict[str, Any]] = {
     "released": {"numerics": "released", "dtype": "bfloat16"},
     "float32": {"numerics": "dequantized", "dtype": "float32"},
 }
-PROMPTS, TOKENS, CONTEXT = 20, 200, 24
-"""Prompts, tokens of each, and bytes of a prompt."""
+PROMPTS, TOKENS, CONTEXT, FORCED = 20, 200, 24, 40
+"""Prompts, tokens of each, bytes of a prompt, and how many of the tokens logits are compared at."""
+QUANTILES = {"half": 0.5, "nine tenths": 0.9, "ninety-nine hundredths": 0.99}
 
 
 def prompts() -> list[list[int]]:
@@ -48,27 +54,88 @@ def recorded(mode: str) -> list[list[int]]:
     return found
 
 
-def decode_on_cpu(root: Path, mode: str, count: int, tokens: int) -> list[list[int]]:
+def decode_on_cpu(engines: Path, count: int, tokens: int) -> list[list[int]]:
     """Greedy tokens of the first ``count`` prompts; target only, so that no draft has a say."""
-    with Decoder.from_dir(make_engines(root, 1, **build_options(mode)), speculative=False, device="cpu") as decoder:
+    with Decoder.from_dir(engines, speculative=False, device="cpu") as decoder:
         done, _ = decoder.generate(prompts()[:count], SamplingParams(max_tokens=tokens, ignore_eos=True))
     return [completion.token_ids for completion in done]
 
 
-class RecordingVerifier(Verifier):
-    """Keeps the logits that it last saw."""
+class ForcingVerifier(Verifier):
+    """Makes requests emit given tokens, and keeps the logits that they would have been chosen from."""
+
+    def __init__(self, tokens: Sequence[Sequence[int]]):
+        super().__init__()
+        object.__setattr__(self, "tokens", tokens)  # a Verifier is frozen
+        object.__setattr__(self, "logits", [[] for _ in tokens])
 
     def __call__(self, requests: Sequence[Request], logits: Tensor, draft_logits: Tensor | None) -> Verdict:
-        object.__setattr__(self, "logits", logits)  # a Verifier is frozen
-        return super().__call__(requests, logits, draft_logits)
+        for request, row in zip(requests, logits, strict=True):
+            self.logits[request.index].append(row.cpu().clone())  # type: ignore[attr-defined]
+        bonus = [self.tokens[r.index][len(r.output)] for r in requests]  # type: ignore[attr-defined]
+        return Verdict([0] * len(requests), bonus)
 
 
-def next_logits(engines: Path, tokens: list[int], device: DeviceChoice) -> Tensor:
-    """The target's logits [V] float32 behind ``tokens``."""
-    verifier = RecordingVerifier()
+def forced_logits(
+    engines: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], device: DeviceChoice
+) -> Tensor:
+    """The target's logits [P, T, V] float32 at every one of P times T given ``tokens`` behind P prompts."""
+    verifier, count = ForcingVerifier(tokens), len(tokens[0])
     with Decoder.from_dir(engines, speculative=False, device=device, verifier=verifier) as decoder:
-        decoder.generate([tokens], SamplingParams(max_tokens=1, ignore_eos=True))
-    return verifier.logits[-1]  # type: ignore[attr-defined, no-any-return]
+        decoder.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
+    return torch.stack([torch.stack(rows) for rows in verifier.logits])  # type: ignore[attr-defined]
+
+
+def quantiles(difference: Tensor) -> dict[str, float]:
+    """How far logits [P, T, V] lie from others: quantiles of the rms of a position, and the largest distance."""
+    rms = difference.square().mean(-1).sqrt().flatten()
+    found = dict(zip(QUANTILES, rms.quantile(torch.tensor(list(QUANTILES.values()))).tolist(), strict=True))
+    return {name: float(f"{value:.3g}") for name, value in {**found, "largest": float(difference.abs().max())}.items()}
+
+
+def distance_to_cpu(engines: Path, mode: str, device: DeviceChoice) -> dict[str, float]:
+    """:func:`quantiles` of a device's logits against the CPU's, behind the first recorded tokens of every prompt."""
+    tokens = [row[:FORCED] for row in recorded(mode)]
+    here, there = (forced_logits(engines, prompts(), tokens, where) for where in ("cpu", device))
+    return quantiles(there - here)
+
+
+def recorded_spread(mode: str) -> dict[str, float]:
+    """The same distance of a CPU that rounds elsewhere (:func:`other_rounding`)."""
+    found: dict[str, float] = json.loads(FILE.read_text())["spread"][mode]
+    return found
+
+
+def measure_spread(engines: Path, tokens: Sequence[Sequence[int]]) -> dict[str, float]:
+    here = forced_logits(engines, prompts()[: len(tokens)], tokens, "cpu")
+    with other_rounding():
+        return quantiles(forced_logits(engines, prompts()[: len(tokens)], tokens, "cpu") - here)
+
+
+@contextmanager
+def other_rounding() -> Iterator[None]:
+    """Equal mathematics rounded elsewhere: matrix products summed from their other end and in float32, and the
+    probabilities of attention rounded against the largest score of 16 keys instead of 64."""
+
+    def matmul(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.matmul(x.float().flip(-1), weight.float().flip(-1).transpose(-1, -2))
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return matmul(x, weight).to(x.dtype)
+
+    forward = numerics.quantized_matmul
+
+    def quantized_matmul(x: Tensor, weight: Tensor, weight_scale: Tensor, *, group: int, block: int) -> Tensor:
+        return forward(x.flip(-1), weight.flip(-1), weight_scale.flip(-1), group=group, block=block)
+
+    replacements = {numerics.matmul: matmul, numerics.linear: linear, forward: quantized_matmul}
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(attention, "KEY_BLOCK", 16))
+        for module in [m for name, m in sys.modules.items() if name.startswith("dspark_trt.")]:
+            for old, new in replacements.items():
+                if getattr(module, old.__name__, None) is old:
+                    patches.enter_context(mock.patch.object(module, old.__name__, new))
+        yield
 
 
 @dataclass(frozen=True)
@@ -98,17 +165,21 @@ def divergences(engines: Path, mode: str, found: list[list[int]], device: Device
         text = prompt + wanted[:position]
         margins = [
             float(logits[wanted[position]] - logits[ours[position]])
-            for logits in (next_logits(engines, text, "cpu"), next_logits(engines, text, device))
+            for logits in (forced_logits(engines, [text], [[0]], where)[0, 0] for where in ("cpu", device))
         ]
         different.append(Divergence(index, position, *margins))
     return different
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as root:
-        found = {mode: decode_on_cpu(Path(root), mode, PROMPTS, TOKENS) for mode in MODES}
-    lines = [f'"{mode}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for mode, rows in found.items()]
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    lines, spread = [], {}
+    for mode in MODES:
+        with tempfile.TemporaryDirectory() as root:
+            engines = make_engines(Path(root), 1, **build_options(mode))
+            found = decode_on_cpu(engines, PROMPTS, TOKENS)
+            spread[mode] = measure_spread(engines, [row[:FORCED] for row in found])
+        lines.append(f'"{mode}": [\n' + ",\n".join(map(json.dumps, found)) + "\n]")
+    FILE.write_text("{\n" + ",\n".join([*lines, f'"spread": {json.dumps(spread)}']) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ def identical_prompts(root: Path, mode: str) -> dict[str, Any]:
     return {
         "prompts": len(found),
         "identical": len(found) - len(different),
+        "distance_from_cpu": greedy_reference.distance_to_cpu(engines, mode, "cuda"),
+        "distance_of_a_cpu_that_rounds_elsewhere": greedy_reference.recorded_spread(mode),
         "divergences": [asdict(divergence) for divergence in different],
     }
 

@@ -96,23 +96,23 @@ def test_the_side_stream_changes_nothing(engines: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("mode", greedy_reference.MODES)
 def test_tokens_are_those_of_the_cpu(root: Path, mode: str) -> None:
-    """20 prompts of 200 tokens. Where a prompt differs, the two tokens must be nearly tied on both devices: the
-    devices sum in other orders, float32 products of some hundred terms about 1e-5 apart and released ones, whose
-    activations are rounded to 4 bits behind every layer, up to 5e-2 (0.1 rms was measured between the modes)."""
-    made = make_engines(root, 1, **greedy_reference.build_options(mode)) if mode not in BUILT else BUILT[mode]
-    BUILT[mode] = made
+    """20 prompts of 200 tokens. In float32 all are equal, or nearly tied where one is not. Released weights round
+    activations to 4 bits behind every layer, and one flipped code can turn an expert: logits are then no farther
+    from the CPU's than those of a CPU that rounds attention against other maxima, at every quantile (a quarter
+    more for the noise of 800 positions), and no two tokens that part the texts farther than its farthest logits."""
+    made = make_engines(root, 1, **greedy_reference.build_options(mode))
     params = SamplingParams(max_tokens=greedy_reference.TOKENS, ignore_eos=True)
     found, stats, _ = decode(made, greedy_reference.prompts(), params)
     assert stats.tokens_per_step > 2
-    allowed = {"float32": 1e-3, "released": 0.5}[mode]
+    distance, spread = greedy_reference.distance_to_cpu(made, mode, "cuda"), greedy_reference.recorded_spread(mode)
     different = greedy_reference.divergences(made, mode, found, "cuda")
     print(f"{mode}: {len(found) - len(different)} of {len(found)} prompts are identical; {different}")
+    print(f"{mode}: distance from the CPU {distance}; of a CPU that rounds elsewhere {spread}")
     for divergence in different:
-        assert divergence.rounding < allowed, divergence
-    assert len(different) <= {"float32": 1, "released": 8}[mode], different
-
-
-BUILT: dict[str, Path] = {}
+        assert divergence.rounding < {"float32": 1e-3, "released": 2 * spread["largest"]}[mode], divergence
+    assert len(different) <= {"float32": 1, "released": len(found)}[mode], different
+    for name in greedy_reference.QUANTILES:
+        assert distance[name] <= {"float32": 4, "released": 1.25}[mode] * spread[name], name
 
 
 def test_ten_thousand_steps_leave_nothing_behind(engines: Callable[..., Path]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from dspark_trt.runtime_py.requests import Statistics
 
 from tests import greedy_reference
 from tests.mpi_jobs import run_job
@@ -16,7 +17,8 @@ pytestmark = [pytest.mark.gpu2, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("mode", greedy_reference.MODES)
 def test_two_ranks_decode_what_the_cpu_decodes(mode: str, tmp_path: Path) -> None:
-    """As on one GPU; partial sums of two ranks are added in rank order and rounded once more than whole sums."""
+    """As on one GPU; partial sums of two ranks are added in rank order and rounded once more than whole sums. Released
+    weights turn that into other tokens (test_decoding.py says how far that goes); drafts must be as good as ever."""
     engines = make_engines(tmp_path, 2, **greedy_reference.build_options(mode))
     tokens = greedy_reference.TOKENS
     job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(tokens), "torch", timeout=200)
@@ -27,4 +29,8 @@ def test_two_ranks_decode_what_the_cpu_decodes(mode: str, tmp_path: Path) -> Non
     same = sum(a == b for a, b in zip(found, greedy_reference.recorded(mode), strict=True))
     print(f"{mode}: {same} of {len(found)} prompts are identical")
     assert all(len(row) == tokens for row in found)
-    assert same >= {"float32": len(found) - 1, "released": len(found) // 2}[mode]
+    stats = Statistics(**report["stats"])
+    # Between 3.5 and 4 on CPUs; half of it is what a fault in a layer of the draft leaves.
+    assert stats.tokens_per_step > 3
+    if mode == "float32":
+        assert same >= len(found) - 1
