@@ -28,11 +28,18 @@ class Mark(Protocol):
         """Between two marks of one kind that have passed."""
         ...
 
+    def renew(self) -> None:
+        """Mark this moment instead; in a call that is captured, the moment of every replay."""
+        ...
+
 
 class HostMark:
     """Now, on the host."""
 
     def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
         self._time = time.perf_counter()
 
     def passed(self) -> bool:
@@ -46,7 +53,11 @@ class StreamMark:
     """When the current stream gets here."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
+        # External: a captured record is a node of the graph.
+        self._event = torch.cuda.Event(enable_timing=True, external=True)
+        self.renew()
+
+    def renew(self) -> None:
         self._event.record()
 
     def passed(self) -> bool:
@@ -60,19 +71,20 @@ class StepClock:
     """Adds up the seconds of each phase of all steps."""
 
     def __init__(self, mark: Callable[[], Mark] = HostMark):
-        self._make_mark = mark
+        self.now = mark
         self._marks: deque[tuple[str, Mark]] = deque()
         self.seconds: dict[str, float] = {}
         self.longest: dict[str, float] = {}
 
-    def mark(self, phase: str) -> None:
-        """The phase before ends here, and ``phase`` begins."""
-        self._marks.append((phase, self._make_mark()))
+    def mark(self, phase: str, mark: Mark | None = None) -> None:
+        """The phase before ends and ``phase`` begins, now or where ``mark`` is; a mark that is renewed must have
+        passed."""
+        self._marks.append((phase, mark or self.now()))
         self._add_up()
 
     def pause(self) -> None:
         """What follows is not part of any step. Waits for the step that is running."""
-        if self._make_mark is StreamMark and self._marks:
+        if self.now is StreamMark and self._marks:
             torch.cuda.current_stream().synchronize()
         self._add_up()
         self._marks.clear()

@@ -251,7 +251,8 @@ class Decoder:
         return None
 
     def trace(self, span: Span) -> None:
-        """Enclose what steps enqueue in ``span(name)``, name being target, verify or draft."""
+        """Enclose what steps enqueue in ``span(name)``: target, verify and draft, on a device's own steps the first two
+        as one."""
         self._host.span = span
         if self.interleaver:
             self.interleaver.span = span

@@ -1,9 +1,9 @@
 """Decode steps on one stream: target, verification, draft, target, verification, draft, without the host.
 
-For each request count of a list there is one :class:`~.device_step.DeviceStep`, whose three parts are
-captured once and replayed from then on; a batch takes the smallest that holds it, the rest is padding.
-The host enqueues all three parts, then waits for one event behind the verification and reads the few
-numbers that were emitted while the draft is still running. So between two steps the stream waits for
+For each request count of a list there is one :class:`~.device_step.DeviceStep`, captured once in two graphs,
+the target with its verification and the draft, and replayed from then on; a batch takes the smallest that
+holds it, the rest is padding. The host enqueues both, then waits for one event between them and reads the
+few numbers that were emitted while the draft is still running. So between two steps the stream waits for
 nothing but the host's own bookkeeping.
 
 A batch may decode here if its decisions need nothing that only the host knows: :func:`why_not` says what
@@ -16,13 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .boundary import FUSED_MHC_MAX_ROWS
-from .clock import GAP, HostMark, StepClock, StreamMark
+from .clock import GAP, HostMark, Mark, StepClock, StreamMark
 from .cuda_graphs import WARM_UP_RUNS, GraphPool
 from .device_step import DeviceStep
 from .host_step import Span
@@ -35,8 +35,6 @@ from .verification import Verifier
 from .watchdog import Progress
 
 logger = logging.getLogger(__name__)
-
-PARTS = ("target", "verify", "draft")
 
 
 def request_counts(max_batch_size: int) -> tuple[int, ...]:
@@ -71,6 +69,18 @@ def low_batch_problem(counts: Sequence[int], rows_per_request: int) -> str | Non
 
 
 @dataclass(frozen=True)
+class Parts:
+    """A step as it is enqueued."""
+
+    step: DeviceStep
+    decide: Callable[[], None]
+    """Target and verification."""
+    draft: Callable[[], None]
+    decided: Mark
+    """Where ``decide`` had the target behind it."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a batch is decoded: with a step of ``requests`` requests, replayed from graphs or enqueued anew."""
 
@@ -83,7 +93,7 @@ class Interleaver:
 
     Args:
         rings: caches of target and draft.
-        counts: request counts to capture; larger batches are enqueued part by part.
+        counts: request counts to capture; larger batches are enqueued call by call.
         method: of the verifier, for batches with a sampled request.
         stream: the rank's stream; None on a CPU, where nothing is captured.
         fault: int32 [1] on the device, of the mailbox; anything but zero ends the step with ``on_fault``.
@@ -106,8 +116,7 @@ class Interleaver:
         self.state, self._sessions, self._rings, self._verifier = state, (target, draft), rings, verifier
         self._counts, self._stream, self._fault, self._on_fault = tuple(sorted(set(counts))), stream, fault, on_fault
         self._pool, self._progress = GraphPool(stream) if stream else None, progress or Progress()
-        self._steps: dict[tuple[int, bool], DeviceStep] = {}
-        self._replays: dict[tuple[int, bool], dict[str, Callable[[], None]]] = {}
+        self._parts: dict[tuple[int, bool], Parts] = {}
         self._placed: tuple[DeviceStep, list[int]] | None = None
         self.clock = StepClock(StreamMark if stream else HostMark)
         self.span: Span = nullcontext
@@ -129,23 +138,28 @@ class Interleaver:
             GraphError: a step that was not captured yet can't be.
         """
         sampled = any(not r.params.greedy for r in requests)
-        step, parts = self._prepare(self.plan(len(requests)), sampled)
-        slots = [r.slot for r in requests]
+        parts, clock = self._prepare(self.plan(len(requests)), sampled), self.clock
+        step, slots = parts.step, [r.slot for r in requests]
         if self._placed != (step, slots):
-            self.clock.pause()
+            clock.pause()
             step.place(slots)
             self._placed = (step, slots)
+        self._progress.enqueued(f"target and verification of {step.requests} requests, on the device")
+        clock.mark("target")
+        with self.span("target and verify"):
+            parts.decide()
+        drafting = clock.now()
         arrived = torch.cuda.Event() if self._stream else None
-        for name in PARTS:
-            self._progress.enqueued(f"{name} of {step.requests} requests, on the device")
-            self.clock.mark(name)
-            with self.span(name):
-                parts[name]()
-            if name == "verify" and arrived:
-                arrived.record()
-        self.clock.mark(GAP)
+        if arrived:
+            arrived.record()
+        self._progress.enqueued(f"draft of {step.requests} requests, on the device")
+        with self.span("draft"):
+            parts.draft()
+        done = clock.now()
         if arrived:
             arrived.synchronize()
+        for phase, mark in (("verify", parts.decided), ("draft", drafting), (GAP, done)):
+            clock.mark(phase, mark)
         if step.fault():
             self._on_fault()
         return step.emitted(len(requests))
@@ -154,27 +168,32 @@ class Interleaver:
         """Other work follows on the stream."""
         self.clock.pause()
 
-    def _prepare(self, plan: Plan, sampled: bool) -> tuple[DeviceStep, dict[str, Callable[[], None]]]:
+    def _prepare(self, plan: Plan, sampled: bool) -> Parts:
         key = (plan.requests, sampled)
-        if key not in self._steps:
+        if key not in self._parts:
             self.clock.pause()
             method = self._verifier.method if sampled else None
-            self._steps[key] = DeviceStep(
-                *self._sessions, self._rings, self.state, plan.requests, method, fault=self._fault
-            )
-        step = self._steps[key]
-        parts: dict[str, Callable[[], None]] = {name: getattr(step, name) for name in PARTS}
-        if not plan.captured or self._pool is None:
-            return step, parts
-        if key not in self._replays:
-            self.clock.pause()
-            self._placed = None
-            step.place([])
-            # Target and draft together, as they will run: each has its first run behind the other's.
-            for _ in range(WARM_UP_RUNS):
-                for name in PARTS:
-                    parts[name]()
+            step = DeviceStep(*self._sessions, self._rings, self.state, plan.requests, method, fault=self._fault)
+            decided = self.clock.now()
+
+            def decide() -> None:
+                step.target()
+                decided.renew()
+                step.verify()
+
+            parts = Parts(step, decide, step.draft, decided)
             what = f"{plan.requests} {'sampled' if sampled else 'greedy'} requests"
-            with self._progress.operation(f"capture of {what}"):
-                self._replays[key] = {name: self._pool.capture(parts[name], f"{name} of {what}") for name in PARTS}
-        return step, self._replays[key]
+            self._parts[key] = self._captured(parts, what, self._pool) if plan.captured and self._pool else parts
+        return self._parts[key]
+
+    def _captured(self, parts: Parts, what: str, pool: GraphPool) -> Parts:
+        self._placed = None
+        parts.step.place([])
+        # Target and draft together, as they will run: each has its first run behind the other's.
+        for _ in range(WARM_UP_RUNS):
+            parts.decide()
+            parts.draft()
+        with self._progress.operation(f"capture of {what}"):
+            decide = pool.capture(parts.decide, f"target and verification of {what}")
+            draft = pool.capture(parts.draft, f"draft of {what}")
+        return replace(parts, decide=decide, draft=draft)

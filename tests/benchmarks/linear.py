@@ -205,7 +205,7 @@ def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     torch.manual_seed(0)
     report = Report()
-    replays, row_counts = (20, QUICK_ROWS) if arguments.quick else (100, ROWS)
+    replays, row_counts = (20, QUICK_ROWS) if arguments.quick else (40, ROWS)
     for layer in LAYERS:
         for rows in row_counts:
             time_layer(report, layer, rows, replays)

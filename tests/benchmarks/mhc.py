@@ -135,7 +135,9 @@ def one_gpu(report: Report, quick: bool) -> None:
                 few = min(sets, EAGER_SETS)
                 timing = time_sets(lambda one, make=make: make(one).launch, inputs, sets, replays)
                 beside = {
-                    peer: time_sets(lambda one, f=f: lambda: f(*one), inputs, few, replays // 5).median_us
+                    peer: time_sets(
+                        lambda one, f=f: lambda: f(*one), inputs, few if peer == "torch eager" else sets, replays // 5
+                    ).median_us
                     for peer, f in functions.items()
                 }
                 beside["simple Triton"] = time_sets(
