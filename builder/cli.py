@@ -84,6 +84,8 @@ class Build:
     build: BuildConfig = field(default_factory=BuildConfig)
     product: Literal["tensorrt", "tensorrt_rtx"] | None = None
     """TensorRT product; left out, enterprise TensorRT where it is installed with a GPU, else TensorRT-RTX."""
+    workers: int = 1
+    """Engines to build at the same time, each in a process of its own."""
     dry_run: bool = False
     """Print shapes, sizes, memory and time to expect, and write nothing."""
     log_level: LogLevel = "info"
@@ -192,7 +194,9 @@ def _build(options: Build, console: Console) -> None:
         def on_phase(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        build_engine_dir(options.checkpoint, options.output, chosen, api=api, on_phase=on_phase)
+        build_engine_dir(
+            options.checkpoint, options.output, chosen, api=api, on_phase=on_phase, workers=options.workers
+        )
         on_phase("engines")
     _next(console, started, f"mpirun -n {source.tp_size} python examples/run.py --engine-dir {options.output}")
 

@@ -16,9 +16,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,12 +182,15 @@ def build_engine_dir(
     *,
     api: TensorRT,
     on_phase: Callable[[str], None] = lambda phase: None,
+    workers: int = 1,
 ) -> EngineDir:
-    """Export and build every network of every rank, one after the other, into the new directory ``output``.
+    """Export and build every network of every rank into the new directory ``output``.
 
     Args:
         shards: a directory that dspark-convert wrote.
-        on_phase: called with a name when a phase starts: export and build of each network and rank.
+        on_phase: called with a name, twice for each network and rank: when its export and its build start, or, with
+            several workers, when it is queued and when it is done.
+        workers: processes that build at the same time; each needs the memory of one build.
 
     Raises:
         CheckpointError, ConfigError, EngineBuildError: from the shards, the configuration or TensorRT.
@@ -198,15 +203,17 @@ def build_engine_dir(
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()
     with _new_directory(output) as partial:
-        for rank in range(source.tp_size):
-            for kind in network_kinds(source):
-                with tempfile.TemporaryDirectory(dir=partial) as scratch:
-                    plan, names = _build_one(shards, source, build, kind, rank, Path(scratch), api, on_phase)
-                plugins |= names
-                name = engine_file_name(kind, rank)
-                (partial / kind).mkdir(exist_ok=True)
-                (partial / name).write_bytes(plan)
-                files[name] = {"bytes": len(plan), "sha256": hashlib.sha256(plan).hexdigest()}
+        jobs = [(kind, rank) for rank in range(source.tp_size) for kind in network_kinds(source)]
+        for kind in network_kinds(source):
+            (partial / kind).mkdir()
+        each = partial, shards, source, build
+        if workers > 1:
+            built = _build_in_workers(jobs, each, api.product, on_phase, workers)
+        else:
+            built = [_build_file(*each, kind, rank, api, on_phase) for kind, rank in jobs]
+        for (kind, rank), (entry, names) in zip(jobs, built, strict=True):
+            files[engine_file_name(kind, rank)] = entry
+            plugins |= names
         (partial / WEIGHTS).mkdir()
         for name in (CONFIG_NAME, *source.rank_files):
             _link_or_copy(shards / name, partial / WEIGHTS / name)
@@ -250,6 +257,65 @@ def network_io(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig) 
 def network_kinds(source: ShardConfig) -> tuple[Kind, ...]:
     """The networks that a shard directory holds."""
     return ("draft", "target") if source.target else ("draft",)
+
+
+Built = tuple[dict[str, Any], set[str]]
+"""What the directory says of a plan's file, and the plugins in it."""
+
+
+def _build_file(
+    directory: Path,
+    shards: Path,
+    source: ShardConfig,
+    build: BuildConfig,
+    kind: Kind,
+    rank: int,
+    api: TensorRT,
+    on_phase: Callable[[str], None],
+) -> Built:
+    """Build one network of one rank into its file."""
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        plan, names = _build_one(shards, source, build, kind, rank, Path(scratch), api, on_phase)
+    (directory / engine_file_name(kind, rank)).write_bytes(plan)
+    return {"bytes": len(plan), "sha256": hashlib.sha256(plan).hexdigest()}, names
+
+
+def _build_in_workers(
+    jobs: Sequence[tuple[Kind, int]],
+    each: tuple[Path, Path, ShardConfig, BuildConfig],
+    product: str,
+    on_phase: Callable[[str], None],
+    workers: int,
+) -> list[Built]:
+    """Results in the order of ``jobs``; the first error ends what has not begun."""
+    # New interpreters: a process that has CUDA or TensorRT open can't be forked.
+    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
+        futures = []
+        for kind, rank in jobs:
+            on_phase(f"{kind} rank {rank}: queued")
+            futures.append(pool.submit(_work, *each, kind, rank, product))
+        try:
+            for future in as_completed(futures):
+                future.result()
+                kind, rank = jobs[futures.index(future)]
+                on_phase(f"{kind} rank {rank}: done")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def _work(
+    directory: Path, shards: Path, source: ShardConfig, build: BuildConfig, kind: Kind, rank: int, product: str
+) -> Built:
+    """:func:`_build_file` in a process of its own, on one of the GPUs."""
+    import torch
+
+    from ..plugins import tensorrt_api
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return _build_file(directory, shards, source, build, kind, rank, tensorrt_api.load(product), lambda phase: None)
 
 
 def _build_one(

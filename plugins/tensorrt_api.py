@@ -63,6 +63,8 @@ class EngineOptions:
     """Where to write the timing cache (enterprise TensorRT)."""
     compute_capabilities: tuple[str, ...] = ()
     """GPUs the engines are for, such as 8.9 (TensorRT-RTX; enterprise TensorRT builds for the GPU it runs on)."""
+    builder_optimization_level: Literal[0, 1, 2, 3, 4, 5] | None = None
+    """Higher builds longer for faster engines; TensorRT's own choice is 3 (enterprise TensorRT)."""
     onnx_opset: Literal[17, 19] | None = None
     """What the parser is given: 17 is lowered for TensorRT 8, and what that gets when this is left out."""
 
@@ -259,12 +261,16 @@ class ParsedNetwork:
         start = options.input_timing_cache
         targets = self.api.compute_capabilities(options.compute_capabilities)
         if not self.api.is_rtx:
+            if options.builder_optimization_level is not None:
+                config.builder_optimization_level = options.builder_optimization_level
             cache = config.create_timing_cache(start.read_bytes() if start else b"")
             if not config.set_timing_cache(cache, ignore_mismatch=False):
                 raise EngineBuildError(f"{start} was written for another GPU or TensorRT; leave it out")
             return
         if start or options.output_timing_cache:
             raise EngineBuildError(f"{self.api} times kernels where the plan runs; leave the timing cache options out")
+        if options.builder_optimization_level is not None:
+            raise EngineBuildError(f"{self.api} has no optimization levels; leave builder_optimization_level out")
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):
             member = getattr(self.api.module.ComputeCapability, "SM" + target.replace(".", ""))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..builder.config import DraftConfig, TargetConfig
-from ..builder.engine import BuildConfig
+from ..builder.engine import BuildConfig, dimension_ranges
 from .communicator import Communicator
 from .costs import CostTable, IdleSteps
 from .host_step import Deliver, HostStep, Span, compare_ranks
@@ -100,6 +100,7 @@ class Decoder:
             context_window=draft_config.sliding_window,
             target_window=target_config.sliding_window,
             max_rows=min(build.max_input_len, self._execution.max_rows or build.max_input_len),
+            max_context_rows=max(sizes["T"][2] for sizes in dimension_ranges("draft", draft_config, build).values()),
             slots=build.max_batch_size,
             communicator=communicator,
             verifier=self._verifier,

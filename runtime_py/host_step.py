@@ -40,7 +40,8 @@ class HostStep:
     Args:
         context_window: rows of the target that a draft can still see.
         target_window: rows of one request that a call of the target may carry.
-        max_rows: rows of one call, all requests together.
+        max_rows: rows of one call of the target, all requests together.
+        max_context_rows: the same of the draft.
         slots: cache slots.
     """
 
@@ -52,6 +53,7 @@ class HostStep:
         context_window: int,
         target_window: int,
         max_rows: int,
+        max_context_rows: int,
         slots: int,
         communicator: Communicator,
         verifier: Verifier,
@@ -62,6 +64,7 @@ class HostStep:
         self.target, self.draft, self._device, self._progress = target, draft, device, progress
         self.span: Span = nullcontext
         self._context_window, self._target_window, self._max_rows = context_window, target_window, max_rows
+        self._max_context_rows = max_context_rows
         self._communicator, self.verifier, self._check_lockstep = communicator, verifier, check_lockstep
         self.rings = make_caches(target, device), make_caches(draft, device) if draft else {}
         self.drafts = drafted_tokens(draft) if draft else 0
@@ -132,9 +135,33 @@ class HostStep:
 
     def run_draft(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
         """Insert what the requests' contexts hold into the rings and draft a block for each."""
+        while sum(_rows_of(r) for r in requests) > self._max_context_rows:
+            self._insert_context(requests)
+        outputs = self._call_draft(requests, [_rows_of(r) for r in requests])
+        lengths = scheduler.lengths(outputs["confidence"].cpu(), [self.limit(r) for r in requests])
+        chosen = [d[:n] for d, n in zip(outputs["draft_tokens"].tolist(), lengths, strict=True)]
+        for i, (request, drafts) in enumerate(zip(requests, self._communicator.broadcast(chosen), strict=True)):
+            request.drafts, request.context = drafts, None
+            if self.draft_logits is not None and not request.params.greedy:
+                self.draft_logits[request.slot] = outputs["draft_logits"][i]
+
+    def _insert_context(self, requests: Sequence[Request]) -> None:
+        """Insert as much of the contexts as a call takes, oldest rows first; nobody reads what that call drafts."""
+        budget, taken = self._max_context_rows, []
+        for request in requests:
+            if size := min(_rows_of(request), budget):
+                taken.append((request, size))
+                budget -= size
+        self._call_draft([request for request, _ in taken], [size for _, size in taken])
+        for request, size in taken:
+            assert request.context is not None
+            request.context, request.context_start = request.context[size:], request.context_start + size
+
+    def _call_draft(self, requests: Sequence[Request], taken: Sequence[int]) -> dict[str, Tensor]:
+        """The draft's outputs for ``requests``, behind the first ``taken`` rows of their contexts."""
         assert self.draft is not None
-        rows = [(r.context_start + i, r.slot) for r in requests if r.context is not None for i in range(len(r.context))]
-        features = [r.context for r in requests if r.context is not None]
+        rows = [(r.context_start + i, r.slot) for r, size in zip(requests, taken, strict=True) for i in range(size)]
+        features = [r.context[:size] for r, size in zip(requests, taken, strict=True) if r.context is not None]
         if not rows:  # a call takes at least a step of one request: rows that go nowhere
             info = next(i for i in self.draft.io.inputs if i.name == "target_features")
             features = [torch.zeros(self.drafts + 1, int(info.shape[1]), dtype=info.dtype, device=self._device)]
@@ -157,12 +184,7 @@ class HostStep:
         self._progress.enqueued(f"draft of {len(requests)} requests")
         with self.span("draft"):
             self.draft.run(inputs, outputs)
-        lengths = scheduler.lengths(outputs["confidence"].cpu(), [self.limit(r) for r in requests])
-        chosen = [d[:n] for d, n in zip(outputs["draft_tokens"].tolist(), lengths, strict=True)]
-        for i, (request, drafts) in enumerate(zip(requests, self._communicator.broadcast(chosen), strict=True)):
-            request.drafts, request.context = drafts, None
-            if self.draft_logits is not None and not request.params.greedy:
-                self.draft_logits[request.slot] = outputs["draft_logits"][i]
+        return outputs
 
     def limit(self, request: Request) -> int:
         """Drafts of a request that a step may verify."""
@@ -201,6 +223,11 @@ class HostStep:
 
     def _ids(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self._device)
+
+
+def _rows_of(request: Request) -> int:
+    """Context rows that the draft has not inserted yet."""
+    return 0 if request.context is None else len(request.context)
 
 
 def drafted_tokens(draft: Session) -> int:

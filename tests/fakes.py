@@ -126,7 +126,8 @@ def table_decoder(
     target, draft = parse_configs(tiny_config("v4.1"))
     target = dataclasses.replace(target, vocab_size=tables.vocab, eos_token_ids=())
     draft = dataclasses.replace(draft, vocab_size=tables.vocab, block_size=tables.block)
-    build = BuildConfig(max_batch_size=slots, max_input_len=max(1024, 2 * slots), max_seq_len=4096)
+    sizes = {"max_batch_size": slots, "max_input_len": max(1024, 2 * slots), "max_seq_len": 4096}
+    build = BuildConfig(**sizes, num_draft_tokens=tables.block)
     return Decoder(
         options.pop("target", None) or TableTarget(tables),
         options.pop("draft", None) or TableDraft(tables, sampling=sampling) if speculative else None,

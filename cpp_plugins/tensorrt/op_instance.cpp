@@ -294,8 +294,20 @@ DataType OpInstance::output_type(int index, const DataType* inputs, int num_inpu
   const auto is_activation = [](const Tensor* spec) { return spec->dtype == Dtype::kActivation; };
   const auto first = std::find_if(tensors_.begin(), tensors_.end(), is_activation) - tensors_.begin();
   if (good && first < num_inputs) activation = inputs[first];
+#if DSPARK_PLUGIN_V3
+  constexpr bool kSettled = true;
+#else
+  // TensorRT 8 also asks while it takes computed tensors for float32. Those whose type it knows decide; what it settles
+  // on, it asks for in supportsFormatCombination().
+  constexpr bool kSettled = false;
+  for (int i = 0; good && i < num_inputs; ++i)
+    if (is_activation(tensors_[i]) && inputs[i] == DataType::kHALF) activation = DataType::kHALF;
+#endif
   good = good && activation_of(activation) != kUnknown;
-  for (int i = 0; good && i < num_inputs; ++i) good = inputs[i] == type_of(*tensors_[i], activation);
+  for (int i = 0; good && i < num_inputs; ++i) {
+    const bool open = !kSettled && is_activation(tensors_[i]) && inputs[i] == DataType::kFLOAT;
+    good = open || inputs[i] == type_of(*tensors_[i], activation);
+  }
   if (good) return type_of(output(index), activation);
   std::vector<std::string> given, wanted;
   for (int i = 0; i < num_inputs; ++i) given.push_back(type_name(inputs[i]));

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from dspark_trt.plugins.library import find_library, load_library
+from dspark_trt.builder.engine_dir import EngineDir, build_engine_dir
+from dspark_trt.plugins import tensorrt_api
+from dspark_trt.plugins.library import TRT_LIBRARY_NAME, find_library, load_library
+from dspark_trt.plugins.tensorrt_api import TensorRT
+
+from tests.gpu.engine_calls import Open, build_config, convert_tiny
 
 CPP_PLUGINS = Path(__file__).resolve().parents[2] / "cpp_plugins"
 
@@ -58,3 +64,36 @@ def seed() -> int:
     value = int.from_bytes(os.urandom(4), "little")
     print(f"seed {value}")
     return value
+
+
+@pytest.fixture(scope="session")
+def api() -> TensorRT:
+    found = tensorrt_api.probe("tensorrt")
+    if isinstance(found, str):
+        pytest.skip(f"needs enterprise TensorRT 8.6 or later, which is not here ({found})")
+    if found.is_8 and find_library(TRT_LIBRARY_NAME) is None:
+        pytest.skip(f"{found} takes plugins from {TRT_LIBRARY_NAME}: build cpp_plugins with -DTENSORRT_INCLUDE_DIR=...")
+    print(f"{found} on {torch.cuda.get_device_name()}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The trained tiny models, converted for a number of ranks."""
+    root = tmp_path_factory.mktemp("shards")
+    return lambda ranks: convert_tiny(root, ranks)
+
+
+@pytest.fixture(scope="session")
+def tensorrt_engines(api: TensorRT, shards: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Open:
+    """The engines of an activation type and number of ranks, both networks in the plugin lowering."""
+    root = tmp_path_factory.mktemp("engines")
+    made: dict[tuple[str, int], EngineDir] = {}
+
+    def build(dtype: str, ranks: int) -> EngineDir:
+        if (dtype, ranks) not in made:
+            output = root / f"{dtype}_{ranks}"
+            made[dtype, ranks] = build_engine_dir(shards(ranks), output, build_config(dtype), api=api, workers=4)
+        return made[dtype, ranks]
+
+    return build

@@ -16,12 +16,9 @@ import pytest
 import torch
 from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.engine import Kind, Lowering, build_engine, dimension_ranges, profiles_for
-from dspark_trt.builder.engine_dir import EngineDir, build_engine_dir
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import export_network
-from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.kernels import kernel_scope
-from dspark_trt.plugins.library import TRT_LIBRARY_NAME, find_library
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, TensorRT
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.cuda_graphs import GraphError, GraphPool
@@ -30,55 +27,26 @@ from dspark_trt.runtime_py.tensorrt_session import BindingError, TensorRTSession
 from torch import Tensor
 
 from tests.gpu import engine_calls
-from tests.gpu.engine_calls import Outputs, build_config, check_tokens, convert_tiny, distances, run_calls
+from tests.gpu.engine_calls import DTYPES, Open, Outputs, build_config, check_tokens, distances, run_calls
 from tests.mpi_jobs import run_job
 
-DTYPES = ("float32", "float16")
 KINDS: tuple[Kind, ...] = ("target", "draft")
 FARTHEST_ROW = 0.5
 """A row whose routed expert flips is not noise, and still its own row."""
-Open = Callable[[str], EngineDir]
 
 
 @pytest.fixture(scope="module")
-def api() -> TensorRT:
-    found = tensorrt_api.probe("tensorrt")
-    if isinstance(found, str):
-        pytest.skip(f"needs enterprise TensorRT 8.6 or later, which is not here ({found})")
-    if found.is_8 and find_library(TRT_LIBRARY_NAME) is None:
-        pytest.skip(f"{found} takes plugins from {TRT_LIBRARY_NAME}: build cpp_plugins with -DTENSORRT_INCLUDE_DIR=...")
-    print(f"{found} on {torch.cuda.get_device_name()}")
-    return found
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture(scope="module")
-def engines(api: TensorRT, root: Path) -> Open:
-    """The engine directory of an activation type, both networks in the plugin lowering."""
-    made: dict[str, EngineDir] = {}
-
-    def build(dtype: str) -> EngineDir:
-        if dtype not in made:
-            made[dtype] = build_engine_dir(convert_tiny(root, 1), root / dtype, build_config(dtype), api=api)
-        return made[dtype]
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def references(root: Path) -> Callable[[Kind, str], tuple[list[Outputs], list[Outputs], list[Outputs]]]:
+def references(
+    shards: Callable[[int], Path],
+) -> Callable[[Kind, str], tuple[list[Outputs], list[Outputs], list[Outputs]]]:
     """Inputs of the calls, outputs of torch with kernels on the GPU, outputs of torch on the CPU."""
     made: dict[tuple[str, str], tuple[list[Outputs], list[Outputs], list[Outputs]]] = {}
 
     def make(kind: Kind, dtype: str) -> tuple[list[Outputs], list[Outputs], list[Outputs]]:
         if (kind, dtype) not in made:
-            shards = convert_tiny(root, 1)
-            draft = read_shard_config(shards).draft
-            network = load_network(kind, shards, 0, build_config(dtype).checked(draft))
+            one = shards(1)
+            draft = read_shard_config(one).draft
+            network = load_network(kind, one, 0, build_config(dtype).checked(draft))
             if kind == "target":
                 inputs = engine_calls.target_inputs(draft.block_size)
             else:
@@ -96,11 +64,11 @@ def references(root: Path) -> Callable[[Kind, str], tuple[list[Outputs], list[Ou
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_agrees_with_torch(
-    api: TensorRT, engines: Open, references: Callable[..., tuple[list[Outputs], ...]], kind: Kind, dtype: str
+    api: TensorRT, tensorrt_engines: Open, references: Callable[..., tuple[list[Outputs], ...]], kind: Kind, dtype: str
 ) -> None:
     """Prefill, steps, padding and shuffled slots, through both profiles; every plugin layer was really built."""
     inputs, on_gpu, on_cpu = references(kind, dtype)
-    session = open_session(engines(dtype), kind, 0, api)
+    session = open_session(tensorrt_engines(dtype, 1), kind, 0, api)
     found = run_calls(session, inputs, "cuda")
     spread, distance = distances(on_cpu, on_gpu), distances(found, on_gpu)
     rounding = 8 * torch.finfo(getattr(torch, dtype)).eps
@@ -165,9 +133,9 @@ class Step:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_replayed_equals_eager(api: TensorRT, engines: Open, dtype: str) -> None:
+def test_replayed_equals_eager(api: TensorRT, tensorrt_engines: Open, dtype: str) -> None:
     """GR-1, GR-3, GR-8: a graph for each request count, replayed in turn, eager calls of other shapes in between."""
-    directory = engines(dtype)
+    directory = tensorrt_engines(dtype, 1)
     block = directory.draft.block_size
     target, draft = open_session(directory, "target", 0, api), open_session(directory, "draft", 0, api)
     stream = torch.cuda.Stream()
@@ -200,9 +168,9 @@ def test_replayed_equals_eager(api: TensorRT, engines: Open, dtype: str) -> None
 
 
 @pytest.mark.gpu
-def test_a_capture_without_a_call_first_is_refused(api: TensorRT, engines: Open) -> None:
+def test_a_capture_without_a_call_first_is_refused(api: TensorRT, tensorrt_engines: Open) -> None:
     """GR-2, GR-3: the capture ends, the reason is said, and the next eager call works."""
-    directory = engines("float32")
+    directory = tensorrt_engines("float32", 1)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         target, draft = open_session(directory, "target", 0, api), open_session(directory, "draft", 0, api)
@@ -216,9 +184,9 @@ def test_a_capture_without_a_call_first_is_refused(api: TensorRT, engines: Open)
 
 
 @pytest.mark.gpu
-def test_two_addresses_for_one_cache_are_refused(api: TensorRT, engines: Open) -> None:
+def test_two_addresses_for_one_cache_are_refused(api: TensorRT, tensorrt_engines: Open) -> None:
     """ENG-5."""
-    directory = engines("float32")
+    directory = tensorrt_engines("float32", 1)
     session = open_session(directory, "target", 0, api)
     caches = make_caches(session, "cuda")
     tensors = {**{n: v.cuda() for n, v in engine_calls.target_inputs(directory.draft.block_size)[0].items()}, **caches}
@@ -232,15 +200,16 @@ def test_two_addresses_for_one_cache_are_refused(api: TensorRT, engines: Open) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_native_lowering_as_far_as_the_compiler_goes(
     api: TensorRT,
-    root: Path,
+    shards: Callable[[int], Path],
+    tmp_path: Path,
     references: Callable[..., tuple[list[Outputs], ...]],
     kind: Kind,
 ) -> None:
     """No plugin. TensorRT 8.6's compiler takes a chain between two matrix products for attention and gives up."""
-    shards = convert_tiny(root, 1)
-    config = read_shard_config(shards).draft
+    source = shards(1)
+    config = read_shard_config(source).draft
     build = build_config("float32", lowering=Lowering.NATIVE, sampling=False).checked(config)
-    model = export_network(load_network(kind, shards, 0, build), root / f"native_{kind}.onnx")
+    model = export_network(load_network(kind, source, 0, build), tmp_path / f"native_{kind}.onnx")
     try:
         plan = build_engine(
             model.path,
@@ -253,7 +222,7 @@ def test_the_native_lowering_as_far_as_the_compiler_goes(
         if not api.is_8:
             raise
         pytest.xfail(f"{api} can't build the {kind} natively: {error}")
-    network = load_network(kind, shards, 0, build)
+    network = load_network(kind, source, 0, build)
     session = TensorRTSession(api, api.deserialize(plan), network.io, name=f"native {kind}")
     inputs, on_gpu, on_cpu = references(kind, "float32")
     names = {info.name for info in network.io.inputs}
@@ -269,13 +238,13 @@ def test_the_native_lowering_as_far_as_the_compiler_goes(
 @pytest.mark.gpu2
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_reduce_inside_their_engines(
-    api: TensorRT, root: Path, references: Callable[..., tuple[list[Outputs], ...]], dtype: str
+    tensorrt_engines: Open, tmp_path: Path, references: Callable[..., tuple[list[Outputs], ...]], dtype: str
 ) -> None:
     """Under mpirun, one GPU a rank: the mailbox is an input of the engines; eager and captured, bit-equal on both."""
-    directory = build_engine_dir(convert_tiny(root, 2), root / f"{dtype}_tp2", build_config(dtype), api=api)
+    directory = tensorrt_engines(dtype, 2)
     for kind in KINDS:
-        torch.save(references(kind, dtype), root / f"{kind}_{dtype}.pt")
-    job = run_job(2, "-m", "tests.gpu.engine_job", directory.path, root, dtype, timeout=300)
+        torch.save(references(kind, dtype), tmp_path / f"{kind}_{dtype}.pt")
+    job = run_job(2, "-m", "tests.gpu.engine_job", directory.path, tmp_path, dtype, timeout=300)
     assert job.status == 0, job.out + job.err
     report = json.loads(job.out.splitlines()[-1])
     print(report)

@@ -216,6 +216,19 @@ def test_outputs_have_the_declared_types_and_aliases(driver: Recorded, messages:
     assert "dspark.MarkovSampling, layer a_layer: inputs are [int32, " in messages()
 
 
+def test_types_that_are_not_settled_yet(driver: Recorded, messages: Messages) -> None:
+    """TensorRT 8 asks for an output's type while it takes computed tensors for float32; a ring's type is known."""
+    values = ALL_OPS["ContextKvInsert"].attributes_type(**ATTRIBUTES["ContextKvInsert"])
+    plugin = driver.create("ContextKvInsert", fields_of(values))
+    assert plugin is not None
+    for computed, ring in (("float32", "float16"), ("float16", "float32")):
+        found = plugin.output_type(0, [computed, "int32", "int32", ring])
+        assert found == (-1 if driver.is_v3 else TYPES["float16"])
+    assert ("inputs are [float32, int32, int32, float16]" in messages()) == driver.is_v3
+    plugin.output_type(0, ["float32", "int32", "float32", "float16"])
+    assert "inputs are [float32, int32, float32, float16], expected [kv T[" in messages()
+
+
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [

@@ -31,7 +31,7 @@ from torch import Tensor
 from tests.placeholder_engines import make_engines
 from tests.released import tiny_config, write_checkpoint
 
-SLOTS = 3
+SLOTS, CONTEXT_ROWS = 3, 64
 
 
 @dataclasses.dataclass
@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     write_checkpoint(directory / "checkpoint", tiny_config(request.param), seed=3)
     convert_checkpoint(directory / "checkpoint", directory / "shards", tp_size=1)
     config = read_shard_config(directory / "shards")
-    build = BuildConfig(max_batch_size=SLOTS, max_input_len=64, max_seq_len=400).checked(config.draft)
+    build = BuildConfig(max_batch_size=SLOTS, max_input_len=CONTEXT_ROWS, max_seq_len=400).checked(config.draft)
     networks = (load_network(kind, directory / "shards", 0, build) for kind in ("target", "draft"))
     return Model(build, *networks)
 
@@ -118,7 +118,9 @@ class ScriptedDraft:
         ):
             text = self.texts[slot]
             assert text[position] == anchor
-            assert self.inserted[slot] == position  # all context before the anchor, and nothing behind it
+            # All context before the anchor, and nothing behind it; a full call may leave rows to the next.
+            full = len(inputs["feature_slots"]) == CONTEXT_ROWS
+            assert self.inserted[slot] == position or (full and self.inserted[slot] < position)
             keep, width = self.keep(), outputs["draft_tokens"].shape[1]
             proposal = (text[position + 1 :] + [0] * width)[:width]
             if keep < width:
@@ -178,6 +180,27 @@ def test_real_draft_keeps_target_text(model: Model) -> None:
     assert [c.token_ids for c in done] == [outputs[i] for i in order]
     alone, _ = model.decoder(draft).generate([prompts[1]], params)
     assert alone[0].token_ids == outputs[1]
+
+
+def test_more_context_than_a_call_takes(model: Model) -> None:
+    """Prompts that enter together hand the draft up to a window of rows each; an engine's call takes fewer."""
+    rows: list[int] = []
+
+    class Watched(TorchSession):
+        def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+            rows.append(len(inputs["target_features"]))
+            super().run(inputs, outputs)
+
+    params, found = SamplingParams(max_tokens=12, ignore_eos=True), []
+    for limit in (None, 10_000):
+        rows.clear()
+        decoder = model.decoder(Watched(model.draft, SingleProcess()))
+        decoder._host._max_context_rows = limit or decoder._host._max_context_rows
+        done, _ = decoder.generate(prompts_of(40, 33, 50), params)
+        found.append(([c.token_ids for c in done], all_rings(decoder), max(rows)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert [most for _, _, most in found] == [CONTEXT_ROWS, 96]
 
 
 def test_slots_are_reused_without_traces(model: Model) -> None:

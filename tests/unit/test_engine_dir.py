@@ -256,3 +256,21 @@ def test_another_draft_length_is_refused_before_anything_is_built(api: TensorRT,
 
 def test_engine_file_names() -> None:
     assert engine_dir.engine_file_name("target", 3) == "target/rank3.engine"
+
+
+def test_several_workers_build_all_engines(api: TensorRT, shards: Path, tmp_path: Path) -> None:
+    """In processes of their own, which export and load TensorRT anew."""
+    phases: list[str] = []
+    convert_checkpoint(shards.parent / "released", tmp_path / "drafts", tp_size=2, draft_only=True)
+    build = {"api": api, "workers": 2, "on_phase": phases.append}
+    opened = build_engine_dir(tmp_path / "drafts", tmp_path / "engines", BUILD, **build)
+    assert sorted(phases) == sorted(f"draft rank {rank}: {step}" for rank in (0, 1) for step in ("queued", "done"))
+    assert "MarkovSampling" in opened.plugins
+    assert all(len(opened.read_plan("draft", rank)) > 10_000 for rank in (0, 1))
+
+
+def test_a_worker_that_fails_says_why(api: TensorRT, shards: Path, tmp_path: Path) -> None:
+    build = dataclasses.replace(BUILD, options=EngineOptions(builder_optimization_level=1))
+    with pytest.raises(EngineBuildError, match="has no optimization levels; leave builder_optimization_level out"):
+        build_engine_dir(shards, tmp_path / "engines", build, api=api, workers=2)
+    assert not (tmp_path / "engines").exists() and not list(tmp_path.glob(".engines*"))
