@@ -117,6 +117,10 @@ def one_gpu(report: Report, quick: bool) -> None:
         ),
     }
     replays = 50 if quick else 200
+    third = peers.tile_kernels()
+    if isinstance(third, str):
+        report.notes.append(third)
+        third = {}
     for name, (draw, make, expression, in_triton) in kinds.items():
         for rows in ROWS:
             inputs = draw(rows)
@@ -125,6 +129,7 @@ def one_gpu(report: Report, quick: bool) -> None:
             functions = {"torch eager": expression}
             if rows in COMPILED_ROWS and not quick:
                 functions["torch.compile"] = torch.compile(expression, dynamic=False)
+                functions |= {"tile-kernels": third[name]} if name in third else {}
             for peer, function in functions.items():
                 found = function(*inputs)
                 assert_same(f"{name}, {peer}", found if isinstance(found, tuple) else (found,), outputs)

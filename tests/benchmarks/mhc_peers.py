@@ -148,3 +148,29 @@ def triton_coefficients(inputs: list[Tensor], outputs: list[Tensor]) -> Callable
         _finish[(rows,)](sums, scale, base, *outputs, width=width, splits=SPLITS, rounds=ROUNDS, num_warps=1)
 
     return launch
+
+
+def tile_kernels() -> dict[str, Callable[..., tuple[Tensor, ...]]] | str:
+    """Boundary and collapse by the package tile-kernels (TileLang), or why it can't be asked.
+
+    Its boundary is three kernels: mixing, collapse, and torch's RMS norm. Of the coefficients it has all but the
+    product, which it leaves to another package.
+    """
+    try:
+        from tile_kernels.mhc import mhc_post_fwd, mhc_pre_apply_mix_fwd
+    except Exception as error:  # its imports look for compilers and devices, and fail in ways of their own
+        return f"tile-kernels does not load: {type(error).__name__}: {str(error).splitlines()[0]}"
+
+    def collapse(streams: Tensor, pre: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.empty_like(streams[:, 0])
+        mhc_pre_apply_mix_fwd(streams, pre, hidden)
+        return (hidden,)
+
+    def boundary(
+        partial: Tensor, streams: Tensor, post: Tensor, comb: Tensor, pre: Tensor, weight: Tensor
+    ) -> tuple[Tensor, ...]:
+        mixed = mhc_post_fwd(partial[None], streams[None], post[None, ..., None], comb[None])[0]
+        (hidden,) = collapse(mixed, pre)
+        return mixed, hidden, torch.nn.functional.rms_norm(hidden, hidden.shape[1:], weight, 1e-6)
+
+    return {"mhc_all_reduce": boundary, "hc_collapse": collapse}
