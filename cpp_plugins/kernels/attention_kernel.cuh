@@ -1,9 +1,10 @@
 // Attention with sinks over a ring cache, one KV head that is key and value (plugins/attention.py sink_attention).
 //
-// 16-bit kernel. A cluster of blocks serves a tile of 16 query rows; each block has its own slices of 64 channels, of
-// the queries, the keys and the result, so every byte is loaded once a tile and the loads of a tile are spread over
-// eight multiprocessors. Everything that does not depend on a loaded value is loaded at once; then the keys, which
-// depend on the slot. Keys pass in chunks of up to 192 (a released window and its block are one chunk):
+// The 16-bit kernel for few rows and for windows of any length; attention_wide_kernel.cuh is the one for many rows, and
+// attention_launch.cuh chooses. A cluster of blocks serves a tile of 16 query rows; each block has its own slice of 64
+// channels, of the queries, the keys and the result, so every byte is loaded once a tile and the loads of a tile are
+// spread over eight multiprocessors. Everything that does not depend on a loaded value is loaded at once; then the
+// keys, which depend on the slot. Keys pass in chunks of up to 192 (a released window and its block are one chunk):
 //   1. each block multiplies its channels of the queries with those of the keys and sends each of the 16 rows of
 //      partial scores to the block that owns the row (ClusterMail);
 //   2. the owner adds the partial scores in channel order and goes through the reference's blocks of 64 keys, a warp
@@ -11,13 +12,12 @@
 //      factors for what came before go to all blocks;
 //   3. each block adds probabilities times keys to its channels of the result, a warp 8 of each slice: one sum a
 //      block of keys, joined with the factors as the reference does.
-// Keys that are not valid are zeros in shared memory, whatever the cache holds. All of a row's arithmetic depends on
-// the shape of the tensors and on the device, never on the other rows. Without clusters (before Hopper, or a head
-// dimension of an odd number of slices) one block has all slices. Shared rows lie 16 bytes further apart than they are
-// long, which leaves ldmatrix without bank conflicts.
+// Keys that are not valid are zeros in shared memory, whatever the cache holds. A row's bits depend on its own numbers
+// alone, not on the other rows, the chunks or the cluster (attention_arithmetic.cuh). Without clusters (before Hopper,
+// or slices that are no power of two) one block has all slices.
 #pragma once
 
-#include "attention_float_kernel.cuh"
+#include "attention_arithmetic.cuh"
 #include "cluster_mail.cuh"
 
 namespace dspark {
@@ -25,9 +25,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTileRows = 16;
-constexpr int kSpan = 64;  // channels of a slice
-constexpr int kMaxSlices = kMaxHeadDim / kSpan;
+constexpr int kTileRows = kRowTile;
 constexpr int kChunkBlocks = 3;
 constexpr int kKeyStep = 32;  // keys that one ldmatrix of values takes; chunks are filled up to a multiple
 constexpr int kChunkSteps = kChunkBlocks * kKeyBlock / kKeyStep;
@@ -45,8 +43,6 @@ struct TileState {
   // the sink's part of the denominator.
   float2 shares[kTileRows][kChunkBlocks + 1];
 };
-
-__host__ __device__ constexpr int row_pitch(int slices) { return slices * kSpan * 2 + 16; }
 
 // Where things lie in shared memory, in bytes from its start; made by the host.
 struct TileLayout {
@@ -97,10 +93,7 @@ __device__ __forceinline__ void share_probabilities(const TileLayout& layout, co
       const float2 more = *reinterpret_cast<const float2*>(partial);
       sum = make_float2(sum.x + more.x, sum.y + more.y);
     }
-    sum = make_float2(__fmul_rn(sum.x, scale), __fmul_rn(sum.y, scale));
-    sum.x = inside & keys.valid(i) ? sum.x : -INFINITY;
-    sum.y = inside & keys.valid(i + 1) ? sum.y : -INFINITY;
-    return sum;
+    return finish_scores(sum, scale, keys, i, inside);
   };
 
   float2 s = {};
@@ -114,25 +107,27 @@ __device__ __forceinline__ void share_probabilities(const TileLayout& layout, co
   for (int part = warp; part < parts; part += kWarps) {
     const int block = part / owned_rows, owned = part % owned_rows, row = owned * cluster + blockIdx.x;
     if (!kSliced) s = add_scores(block, owned);
-    float maximum = start > 0 ? state.maxima[(round + 1) % 2][kChunkBlocks][owned] : -1e30f, before = 0.0f, mine = 0.0f;
+    float maximum = start > 0 ? state.maxima[(round + 1) % 2][kChunkBlocks][owned] : kNoMaximum;
+    float before = 0.0f, mine = 0.0f;
 #pragma unroll
     for (int other = 0; other < kChunkBlocks; ++other) {
       if (other == block) before = maximum;
       if (other < blocks) maximum = fmaxf(maximum, maxima[other][owned]);
       if (other == block) mine = maximum;
     }
-    const float2 p = make_float2(expf(s.x - mine), expf(s.y - mine));
+    const float2 probabilities = make_probabilities(s, mine);
     const int key = block * kKeyBlock + 2 * lane;
     if (key < padded) {
       unsigned char* const place = shared + layout.weights + row * layout.weight_pitch + key * 2;
-      const uint32_t rounded = pack<T>(p);
+      const uint32_t rounded = pack<T>(probabilities);
 #pragma unroll 8
       for (int to = 0; to < cluster; ++to) mail.send(kWeights, place, rounded, to);
     }
-    const uint2 share = make_uint2(__float_as_uint(expf(before - mine)), __float_as_uint(warp_sum(p.x + p.y)));
+    const float factor = block_factor(before, mine), sum = warp_sum(lane_sum(probabilities));
+    const uint2 share = make_uint2(__float_as_uint(factor), __float_as_uint(sum));
     if (lane < cluster) mail.send(kWeights, &state.shares[row][block], share, lane);
     if (block == 0) {
-      const uint2 sink = make_uint2(__float_as_uint(expf(state.sinks[row] - maximum)), 0);
+      const uint2 sink = make_uint2(__float_as_uint(sink_share(state.sinks[row], maximum)), 0);
       if (lane < cluster) mail.send(kWeights, &state.shares[row][kChunkBlocks], sink, lane);
       if (lane == 0) maxima[kChunkBlocks][owned] = maximum;
     }
@@ -191,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
   }
   commit_copies();
 
-  if (slot < 0 || slot >= p.slot_count) {
+  if (!has_slot(p, slot)) {
     wait_copies<0>();
     mail.meet();
     if (!of_query || tile_row + piece_row >= p.rows) return;
@@ -230,12 +225,7 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
     }
 
     if (rotates && start == 0) {
-#pragma unroll 1
-      for (int of = warp; of < (kOwn ? p.own_rows : 1); of += kWarps) {
-#pragma unroll 1
-        for (int pair = lane; pair < pairs; pair += kWarp)
-          turns[of * pairs + pair] = rotation(keys.position + of, p.format.frequencies[pair]);
-      }
+      make_turns(turns, keys.position, kOwn ? p.own_rows : 1, p.format, kWarps);
       __syncthreads();
     }
     wait_copies<1>();  // the thread's pieces
@@ -265,30 +255,22 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
     __syncthreads();
     if (start == 0) mail.meet();
 
-    // Partial scores of 16 keys at a time, in two chains of instructions for each 8.
+    // Partial scores of 16 keys at a time.
 #pragma unroll 1
-    for (int key = warp * 16; key < count; key += kWarps * 16) {
-      float dots[2][2][4] = {};
+    for (int key = warp * kKeyTile; key < count; key += kWarps * kKeyTile) {
+      float scores[1][2][4] = {};
+      const unsigned char* const query_lane = queries + lane_of_rows(lane, pitch);
+      const unsigned char* const key_lane = stage + key * pitch + lane_of_columns(lane, pitch);
 #pragma unroll 1
-      for (int s = 0; s < slices; ++s) {
-#pragma unroll
-        for (int k = 0; k < kSpan / 16; ++k) {
-          const int column = (s * kSpan + k * 16) * 2;
-          const uint4 a = load_matrices(queries + lane % 16 * pitch + column + lane / 16 * 16);
-          const uint4 b =
-              load_matrices(stage + (key + lane / 16 * 8 + lane % 8) * pitch + column + lane / 8 % 2 * 16);
-          multiply_add<T>(dots[0][k % 2], a.x, a.y, a.z, a.w, b.x, b.y);
-          multiply_add<T>(dots[1][k % 2], a.x, a.y, a.z, a.w, b.z, b.w);
-        }
-      }
+      for (int s = 0; s < slices; ++s)
+        add_slice_scores<T, 1, 1>(query_lane + s * kSpan * 2, key_lane + s * kSpan * 2, pitch, scores);
       unsigned char* const from_here =
           shared + layout.scores + static_cast<int>(blockIdx.x) * owned_rows * layout.score_pitch;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const float x = dots[n][0][2 * half] + dots[n][1][2 * half];
-          const float y = dots[n][0][2 * half + 1] + dots[n][1][2 * half + 1];
+          const float x = scores[0][n][2 * half], y = scores[0][n][2 * half + 1];
           unsigned char* const place =
               from_here + (g + 8 * half) / cluster * layout.score_pitch + (key + n * 8 + 2 * t) * 4;
           mail.send(kScores, place, make_uint2(__float_as_uint(x), __float_as_uint(y)), g % cluster);
@@ -314,31 +296,29 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
       if (s >= slices) break;
       if (s > 0) load_values(s);
       const auto load_weights = [&](int key) {
-        return load_matrices(shared + layout.weights + lane % 16 * layout.weight_pitch + key * 2 + lane / 16 * 16);
+        return load_matrices(shared + layout.weights + key * 2 + lane_of_rows(lane, layout.weight_pitch));
       };
-      // Two chains of instructions a block of keys; the next probabilities are on their way while these are used.
+      // The next probabilities are on their way while these are used.
       uint4 a = load_weights(0), b = load_weights(16);
 #pragma unroll
       for (int block = 0; block < kChunkBlocks; ++block) {
         if (block * kKeyBlock >= padded) break;
-        float chains[2][4] = {};
+        BlockValues<T> products;
 #pragma unroll
         for (int key = block * kKeyBlock; key < (block + 1) * kKeyBlock; key += kKeyStep) {
           if (key >= padded) break;
           const int next = min(key + kKeyStep, padded - kKeyStep);
           const uint4 next_a = load_weights(next), next_b = load_weights(next + 16), value = values[key / kKeyStep];
-          multiply_add<T>(chains[0], a.x, a.y, a.z, a.w, value.x, value.y);
-          multiply_add<T>(chains[1], b.x, b.y, b.z, b.w, value.z, value.w);
+          products.add(0, a, value.x, value.y);
+          products.add(1, b, value.z, value.w);
           a = next_a;
           b = next_b;
         }
         const float2 upper = state.shares[g][block], lower = state.shares[g + 8][block];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          sums[s][i] = fmaf(sums[s][i], i < 2 ? upper.x : lower.x, chains[0][i] + chains[1][i]);
+        products.join(sums[s], upper.x, lower.x);
         if (s == 0) {
-          denominators[0] = fmaf(denominators[0], upper.x, upper.y);
-          denominators[1] = fmaf(denominators[1], lower.x, lower.y);
+          denominators[0] = join_denominator(denominators[0], upper.x, upper.y);
+          denominators[1] = join_denominator(denominators[1], lower.x, lower.y);
         }
       }
     }
@@ -348,55 +328,17 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
   for (int half = 0; half < 2; ++half) {
     const int row = tile_row + g + 8 * half;
     if (row >= p.rows) continue;
-    // A denominator is 1 or more where there is a key at all, so the quick division does.
-    const float scale = __fdividef(1.0f, denominators[half] + state.shares[g + 8 * half][kChunkBlocks].x);
+    const float inverse = inverse_denominator(denominators[half], state.shares[g + 8 * half][kChunkBlocks].x);
     const float2* const row_turns = turns + state.steps[g + 8 * half] * pairs;
     T* const target = static_cast<T*>(p.attended) + (static_cast<int64_t>(group) * p.rows + row) * dim;
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       if (s >= slices) break;
       const int channel = first_channel + s * kSpan + warp * 8 + 2 * t;
-      const float even = __fmul_rn(sums[s][2 * half], scale), odd = __fmul_rn(sums[s][2 * half + 1], scale);
-      uint32_t word = pack<T>(make_float2(even, odd));
-      if (channel >= unrotated) {
-        const float2 pair = unpack<T>(word);
-        word = pack<T>(rotate_back(pair.x, pair.y, row_turns[(channel - unrotated) / 2]));
-      }
-      *reinterpret_cast<uint32_t*>(target + channel) = word;
+      const uint32_t rounded = round_pair<T>(sums[s][2 * half], sums[s][2 * half + 1], inverse);
+      *reinterpret_cast<uint32_t*>(target + channel) = rotate_pair_back<T>(rounded, channel, p.format, row_turns);
     }
   }
-}
-
-// Enqueues the attention of a checked problem.
-template <bool kOwn>
-int attend(AttentionProblem p, int activation, cudaStream_t stream) {
-  DeviceLimits limits;
-  if (!device_limits(&limits)) return DSPARK_LAUNCH_FAILED;
-  const int dim = p.format.head_dim;
-  p.scale = static_cast<float>(std::pow(static_cast<double>(dim), -0.5));
-  return dispatch_activation(activation, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<T, float>) {
-      LaunchShape shape{dim3((p.rows + kFloatWarps - 1) / kFloatWarps, p.groups), kFloatThreads};
-      shape.shared_bytes = (kOwn ? p.own_rows : 0) * dim * 4 +
-                           (kOwn ? p.own_rows : 1) * p.format.pairs * static_cast<int>(sizeof(float2));
-      return launch(attention_float_kernel<kOwn>, shape, stream, p);
-    } else {
-      if (dim % kSpan) return static_cast<int>(DSPARK_BAD_SHAPE);
-      const int all_slices = dim / kSpan;
-      // The largest power of two that divides the slices: 1, 2, 4 or 8 blocks.
-      const int cluster = device_major() >= 9 ? all_slices & -all_slices : 1;
-      TileLayout layout(p, kChunkBlocks * kKeyBlock, all_slices / cluster);
-      while (layout.end > limits.shared_bytes && layout.chunk > kKeyBlock)
-        layout = TileLayout(p, layout.chunk - kKeyBlock, layout.slices);
-      if (layout.end > limits.shared_bytes) return static_cast<int>(DSPARK_BAD_SHAPE);
-      LaunchShape shape{dim3(cluster, (p.rows + kTileRows - 1) / kTileRows, p.groups), kThreads};
-      shape.cluster = cluster > 1 ? cluster : 0;
-      shape.shared_bytes = layout.end;
-      return cluster == kMaxSlices ? launch(attention_kernel<T, true, kOwn>, shape, stream, p, layout)
-                                   : launch(attention_kernel<T, false, kOwn>, shape, stream, p, layout);
-    }
-  });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the two attention kernels share: the problem, and which ring rows are a group's keys.
+// What the attention kernels share: the problem, and which ring rows are a group's keys.
 #pragma once
 
 #include "attention.cuh"

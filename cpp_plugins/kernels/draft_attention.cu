@@ -1,6 +1,6 @@
 // DraftAttention: every row of a draft block sees the request's ring and the whole block
 // (plugins/draft_attention.py).
-#include "attention_kernel.cuh"
+#include "attention_launch.cuh"
 
 DSPARK_EXPORT size_t dspark_draft_attention_workspace(const dspark_draft_attention_params*) { return 0; }
 

@@ -1,6 +1,6 @@
 // TargetAttention: a row sees the window of positions that ends with its own, read from the ring in position order
 // (plugins/target_attention.py).
-#include "attention_kernel.cuh"
+#include "attention_launch.cuh"
 
 DSPARK_EXPORT size_t dspark_target_attention_workspace(const dspark_target_attention_params*) { return 0; }
 

@@ -59,7 +59,7 @@ def test_draft_against_float64(seed: int, activation: torch.dtype, cache: dict[s
         (16, 5, 300, 512),  # two chunks of keys; the block's rows lie in the second
         (3, 16, 187, 512),  # and in both
         (5, 3, 200, 256),  # clusters of four
-        (6, 5, 130, 384),  # of two, with three slices of channels a block
+        (6, 5, 130, 384),  # six slices of channels, which make no cluster
         (128, 2, 128, 512),  # V4-Pro's heads
     ],
 )
@@ -86,23 +86,25 @@ def test_draft_like_the_reference(seed: int, activation: torch.dtype, cache: dic
 
 
 @activations
-def test_constant_values_give_one(activation: torch.dtype) -> None:
+@pytest.mark.parametrize("requests", [1, 16])
+def test_constant_values_give_one(activation: torch.dtype, requests: int) -> None:
     """KV-8: 133 valid keys of equal score and value 1 give exactly 1 where the sink weighs nothing."""
     dim, rotated = 512, 64
     ring = torch.ones(1, 128, dim, dtype=activation, device=DEVICE)
     ring[..., -rotated:] = 0
-    kv = ring[:, :5].clone()
-    q = torch.randn(1, 5, 64, dim, device=DEVICE).to(activation)
-    inputs = [q, kv, ids([128]), ids([0]), ring, torch.full((64,), -1e4, device=DEVICE)]
+    kv = ring[:, :5].repeat(requests, 1, 1)
+    q = torch.randn(requests, 5, 64, dim, device=DEVICE).to(activation)
+    inputs = [q, kv, ids([128] * requests), ids([0] * requests), ring, torch.full((64,), -1e4, device=DEVICE)]
     attended = call(DRAFT_ATTENTION, inputs, **V41)[0]
     assert bool((attended[..., :-rotated] == 1).all()) and bool((attended[..., -rotated:] == 0).all())
 
 
 @activations
-def test_unwritten_ring_rows_do_not_matter(seed: int, activation: torch.dtype) -> None:
+@pytest.mark.parametrize("heads", [8, 64])
+def test_unwritten_ring_rows_do_not_matter(seed: int, activation: torch.dtype, heads: int) -> None:
     """KV-2: bit-identical whatever the unwritten rows hold, also without any context."""
     positions = [0, 1, 127, 128]
-    inputs = draft_inputs(Draw(seed, activation), positions, [0, 1, 2, 3], heads=8, ring=(4, 128, 512))
+    inputs = draft_inputs(Draw(seed, activation), positions, [0, 1, 2, 3], heads=heads, ring=(4, 128, 512))
     results = []
     for poison in (float("nan"), float("inf"), 0.0):
         for slot, position in enumerate(positions):
@@ -134,15 +136,84 @@ def test_slots_outside_give_zero_rows(seed: int, activation: torch.dtype) -> Non
     assert bool((bits(attended[:5]) == 0).all()) and bool(attended[5].any())
 
 
+def crowd() -> int:
+    """A number of requests with 64 heads and blocks of 5 that is more than one block of 32 rows a multiprocessor."""
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count // 10 + 2
+
+
 @activations
 def test_a_request_alone_and_in_a_batch(seed: int, activation: torch.dtype) -> None:
-    """HC-7, GR-1: the same bits alone, in a batch of eight, and in another order."""
-    positions = [3, 128, 500, 64, 12000, 127, 65, 4]
-    inputs = draft_inputs(Draw(seed, activation), positions, [4, 2, 7, 0, 1, 3, 6, 5], ring=(8, 128, 512))
+    """HC-7, GR-1: the same bits alone, in larger batches and in another order; clusters serve one request, blocks of
+    32 rows eight and blocks of 64 rows a crowd. Among them some are padding."""
+    requests = crowd()
+    positions = [[3, 128, 500, 64, 12000, 127, 65, 4][r % 8] for r in range(requests)]
+    slots = torch.randperm(requests, generator=torch.Generator().manual_seed(seed)).tolist()
+    slots[9] = -1
+    inputs = draft_inputs(Draw(seed, activation), positions, slots, ring=(requests, 128, 512))
     everything = call(DRAFT_ATTENTION, inputs, **V41)[0]
-    for picked in ([0], [7, 2], [5, 4, 3, 2, 1]):
+    assert bool((bits(everything[9]) == 0).all())
+    for picked in ([0], [requests - 1], [7, 2], [5, 4, 3, 2, 1], list(range(8)), list(range(requests))[::-1]):
         part = [tensor[picked].contiguous() for tensor in inputs[:4]]
         assert torch.equal(bits(call(DRAFT_ATTENTION, [*part, *inputs[4:]], **V41)[0]), bits(everything[picked]))
+
+
+@activations
+def test_target_rows_alone_and_in_a_batch(seed: int, activation: torch.dtype) -> None:
+    """HC-7, GR-1: as above; a row with 64 heads is two blocks of 32."""
+    requests = crowd()
+    positions = [start + i for r in range(requests) for start in [[2, 126, 1000, 128][r % 4]] for i in range(6)]
+    slots = [r for r in range(requests) for _ in range(6)]
+    slots[50] = -1
+    inputs = target_inputs(Draw(seed, activation), positions, slots, heads=64, ring=(requests, 134, 512))
+    everything = call(TARGET_ATTENTION, inputs, **V41, window=128)[0]
+    assert bool((bits(everything[50]) == 0).all())
+    rows = list(range(6 * requests))
+    for picked in (rows[:1], rows[6:12], rows[:24], rows[36:84], rows[::-1]):
+        part = [tensor[picked].contiguous() for tensor in inputs[:3]]
+        attended = call(TARGET_ATTENTION, [*part, *inputs[3:]], **V41, window=128)[0]
+        assert torch.equal(bits(attended), bits(everything[picked]))
+
+
+@activations
+@pytest.mark.parametrize("cache", [V41, V4], ids=["v4.1", "v4"])
+@pytest.mark.parametrize("requests", [4, 8, 64])
+def test_batches_against_float64(seed: int, activation: torch.dtype, cache: dict[str, Any], requests: int) -> None:
+    """KV-2, KV-8, POS-1 for many requests at once."""
+    positions = [[0, 5, 127, 128, 1000, 2**20 - 6, 64, 63][r % 8] for r in range(requests)]
+    inputs = draft_inputs(Draw(seed, activation), positions, list(range(requests))[::-1], ring=(requests, 128, 512))
+    attended = call(DRAFT_ATTENTION, inputs, **cache)[0]
+    wanted = draft_reference(inputs, cache)
+    for r in range(requests):
+        assert distance(attended[r], wanted[r]) < bound(activation, cache), f"request {r}"
+
+
+@activations
+@pytest.mark.parametrize(
+    ("heads", "block", "window", "dim"),
+    [
+        (13, 5, 128, 512),  # 65 rows: the last block has one
+        (7, 16, 128, 512),  # as many keys as a block may have at once
+        (64, 5, 140, 512),  # and one more
+        (16, 2, 33, 512),  # fewer keys than a block of them
+        (8, 5, 123, 512),  # two blocks of keys exactly
+        (8, 8, 128, 64),  # the tiny model's width: one slice
+        (24, 5, 139, 192),  # three slices
+    ],
+)
+def test_shapes_in_batches(seed: int, activation: torch.dtype, heads: int, block: int, window: int, dim: int) -> None:
+    """Shapes at the edges of the kernel for many rows; a request alone has the same bits."""
+    cache = TINY | {"head_dim": dim, "quant_width": dim}
+    requests = 40
+    positions = [[window // 2, window, 100 * window, 1][r % 4] for r in range(requests)]
+    ring = (requests, window, dim)
+    inputs = draft_inputs(Draw(seed, activation), positions, list(range(requests)), heads=heads, block=block, ring=ring)
+    attended = call(DRAFT_ATTENTION, inputs, **cache)[0]
+    wanted = draft_reference(inputs, cache)
+    for r in range(requests):
+        assert distance(attended[r], wanted[r]) < bound(activation, cache), f"request {r}"
+    for r in (0, 3, requests - 1):
+        part = [tensor[[r]] for tensor in inputs[:4]]
+        assert torch.equal(bits(call(DRAFT_ATTENTION, [*part, *inputs[4:]], **cache)[0][0]), bits(attended[r]))
 
 
 @activations
@@ -174,10 +245,11 @@ def test_target_against_float64(
         assert torch.equal(bits(alone), bits(attended[picked]))
 
 
-def test_target_prefill(seed: int) -> None:
+@pytest.mark.parametrize("heads", [8, 64])
+def test_target_prefill(seed: int, heads: int) -> None:
     """1024 rows of one request, inserted and then attended to in pieces as long as the ring allows."""
     draw, window, ring_rows = Draw(seed, torch.bfloat16), 128, 640
-    kv, q, sink = draw.values(1024, 512), draw.values(1024, 8, 512), draw.sinks(8)
+    kv, q, sink = draw.values(1024, 512), draw.values(1024, heads, 512), draw.sinks(heads)
     ring = torch.full((2, ring_rows, 512), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     entries = cached(kv, torch.arange(1024, device=DEVICE), V41)
     for start in range(0, 1024, 512):
