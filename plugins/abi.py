@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from . import mhc_all_reduce
+from . import markov_sampling_sharded, mhc_all_reduce
 from .library import PLUGIN_ABI
 from .op import Op, TensorSpec, is_dynamic, parse_dim
 from .registry import ALL_OPS
@@ -107,12 +107,15 @@ def header() -> str:
         *(f"  DSPARK_{name} = {i},  // {STATUS[i]}" for i, name in enumerate(_STATUS_NAMES)),
         "};",
         "",
-        "// The mailbox of dspark_mhc_all_reduce, see kernels/mailbox.cuh.",
+        "// The mailbox of operations between ranks, see kernels/mailbox.cuh and kernels/markov_exchange.cuh.",
         f"#define DSPARK_MAILBOX_ROWS {mhc_all_reduce.MAILBOX_ROWS}",
         f"#define DSPARK_MAILBOX_GENERATIONS {mhc_all_reduce.MAILBOX_GENERATIONS}",
         f"#define DSPARK_MAILBOX_HEADER_BYTES {mhc_all_reduce.MAILBOX_HEADER_BYTES}",
         f"#define DSPARK_MAILBOX_SILENT_RANK {mhc_all_reduce.MAILBOX_SILENT_RANK}",
         f"#define DSPARK_MAILBOX_MISFIT {mhc_all_reduce.MAILBOX_MISFIT}",
+        f"#define DSPARK_MAX_RANKS {markov_sampling_sharded.MAX_RANKS}",
+        f"#define DSPARK_SAMPLING_STEPS {markov_sampling_sharded.MAX_STEPS}",
+        f"#define DSPARK_SAMPLING_REQUESTS {markov_sampling_sharded.MAX_REQUESTS}",
         "enum dspark_mailbox_word {",
         *(f"  DSPARK_MAILBOX_{name.upper()} = {i}," for name, i in mhc_all_reduce.MAILBOX_WORDS.items()),
         "};",

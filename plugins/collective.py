@@ -1,7 +1,7 @@
-"""How a reference reaches the other ranks.
+"""How a network in torch reaches the other ranks where no kernel does.
 
-The all-reduce's kernel reads its peers through the mailbox; its torch reference needs some other way.
-Whoever runs a rank-local network provides one for the time of the call::
+Kernels between ranks use the mailbox; their torch references, and a loop that is split by requests, need some other
+way. Whoever runs a rank-local network provides one for the time of the call::
 
     with collective_scope(communicator.all_gather):
         model(...)
@@ -17,14 +17,16 @@ from torch import Tensor
 
 AllGather = Callable[[Tensor], Tensor]
 """[...] on each rank -> [tp, ...] on every rank, in rank order."""
+AllToAll = Callable[[Tensor], Tensor]
+"""[tp, ...] on each rank, a part for every rank -> [tp, ...], the parts for this rank in rank order."""
 
-_current: ContextVar[AllGather | None] = ContextVar("dspark_all_gather", default=None)
+_current: ContextVar[tuple[AllGather, AllToAll | None] | None] = ContextVar("dspark_collectives", default=None)
 
 
 @contextmanager
-def collective_scope(all_gather: AllGather) -> Iterator[None]:
-    """Provide ``all_gather`` to every reference that runs inside the ``with`` block."""
-    token = _current.set(all_gather)
+def collective_scope(all_gather: AllGather, all_to_all: AllToAll | None = None) -> Iterator[None]:
+    """Provide collectives to everything inside the ``with`` block; ``all_gather`` stands in for a missing second."""
+    token = _current.set((all_gather, all_to_all))
     try:
         yield
     finally:
@@ -39,13 +41,32 @@ def gather_ranks(tensor: Tensor, tp_size: int) -> Tensor:
     """
     if tp_size == 1:
         return tensor.unsqueeze(0)
-    all_gather = _current.get()
-    if all_gather is None:
+    return _checked(_collectives(tp_size)[0](tensor), tp_size)
+
+
+def exchange_ranks(tensor: Tensor, tp_size: int, rank: int) -> Tensor:
+    """What every rank has for this one, [tp, ...] in rank order; ``tensor`` [tp, ...] is what this one has for each.
+
+    Raises:
+        RuntimeError: as :func:`gather_ranks`.
+    """
+    if tp_size == 1:
+        return tensor
+    all_to_all = _collectives(tp_size)[1]
+    return gather_ranks(tensor, tp_size)[:, rank] if all_to_all is None else _checked(all_to_all(tensor), tp_size)
+
+
+def _collectives(tp_size: int) -> tuple[AllGather, AllToAll | None]:
+    collectives = _current.get()
+    if collectives is None:
         raise RuntimeError(
             f"a network sharded over {tp_size} ranks ran outside collective_scope(); "
             "run it through a Session, or open the scope with an all_gather of your own"
         )
-    gathered = all_gather(tensor)
+    return collectives
+
+
+def _checked(gathered: Tensor, tp_size: int) -> Tensor:
     if gathered.shape[0] != tp_size:
         raise RuntimeError(f"the collective scope gathered {gathered.shape[0]} ranks, the network has {tp_size}")
     return gathered

@@ -54,6 +54,7 @@ MAILBOX_WORDS = MappingProxyType(
         "generation": 8,
         "fault": 9,
         "arrived": 10,
+        "sampling_generation": 11,
     }
 )
 """Index of each int32 of a region's header; the first five are constants, the others start at 0."""

@@ -9,6 +9,7 @@ from .context_kv_insert import CONTEXT_KV_INSERT
 from .draft_attention import DRAFT_ATTENTION
 from .hc_collapse import HC_COLLAPSE
 from .markov_sampling import MARKOV_SAMPLING
+from .markov_sampling_sharded import MARKOV_SAMPLING_SHARDED
 from .mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
 from .mhc_coefficients import MHC_COEFFICIENTS
 from .op import Op
@@ -30,6 +31,7 @@ ALL_OPS: Mapping[str, Op] = MappingProxyType(
             QUANTIZED_LINEAR,
             ROUTED_EXPERTS,
             MARKOV_SAMPLING,
+            MARKOV_SAMPLING_SHARDED,
         )
     }
 )

@@ -148,6 +148,8 @@ class Decoder:
 
     def close(self) -> None:
         """Give back what the decoder holds outside of torch; every rank calls it."""
+        # Graphs first: NCCL waits for those that hold its work.
+        self.interleaver = None
         self._execution.close()
 
     def __enter__(self) -> Decoder:

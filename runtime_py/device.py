@@ -21,7 +21,7 @@ from .communicator import Communicator, LaunchError
 from .mailbox import Mailbox, MailboxError
 from .session import OperationScope
 from .side_stream import SideStream
-from .stock import AllReduce, boundary_scope, stock_all_reduce
+from .stock import Group, boundary_scope, open_group
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ class Platform:
     device: torch.device
     scope: OperationScope = nullcontext
     mailbox: Mailbox | None = None
-    all_reduce: AllReduce | None = None
-    """Of the stock path, where a call may need it."""
+    group: Group | None = None
+    """Collectives on the device, where a call may need them."""
 
     def close(self) -> None:
         """Every rank calls this, after its last kernel has ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self.all_reduce:
-            self.all_reduce.close()
+        if self.group:
+            self.group.close()
         if self.mailbox:
             self.mailbox.close()
 
@@ -52,6 +52,8 @@ def open_platform(
     directory: EngineDir, communicator: Communicator, device: torch.device, *, side_stream: bool, peer_timeout_s: float
 ) -> Platform:
     """A GPU with kernels, a mailbox to the other ranks if there can be one, and NCCL for what the mailbox can't carry.
+
+    That is boundaries of many rows, or all of them, and the logits of drafts whose sampling is split by requests.
 
     Raises:
         KernelUnavailableError: no kernel library can be loaded.
@@ -77,19 +79,18 @@ def open_platform(
         problem = str(error)
     facts = Facts.gather(communicator, dtype, problem)
     chosen = plan(most_rows(directory), facts)
-    all_reduce = None
-    if chosen.path is Path.STOCK:
-        if communicator.rank == 0:
-            logger.warning("boundaries use NCCL in the largest calls or in all: %s", chosen.reason)
-        all_reduce = stock_all_reduce(communicator, device)
-    reduce = all_reduce.all_reduce if all_reduce else _never
+    if chosen.path is Path.STOCK and communicator.rank == 0:
+        logger.warning("boundaries use NCCL in the largest calls or in all: %s", chosen.reason)
+    needed = chosen.path is Path.STOCK or directory.build.request_split_from > 0
+    group = open_group(communicator, device) if needed else None
+    reduce = group.all_reduce if group else _never
 
     @contextmanager
     def together() -> Iterator[None]:
         with side.joined(), boundary_scope(facts, reduce, inner):
             yield
 
-    return Platform(device, together, mailbox, all_reduce)
+    return Platform(device, together, mailbox, group)
 
 
 def open_engine_platform(

@@ -1,8 +1,9 @@
-"""The memory through which the fused all-reduce exchanges rows between the GPUs of a node.
+"""The memory through which kernels exchange rows and candidates between the GPUs of a node.
 
-Every rank allocates one region, fills it with the sentinel and maps the regions of all ranks; the kernel
-does the rest by plain stores to peers (``cpp_plugins/kernels/mailbox.cuh`` tells the protocol, and
-:mod:`dspark_trt.plugins.mhc_all_reduce` holds the layout). A region is a plain ``cudaMalloc`` of its own, so
+Every rank allocates one region, fills it with what means empty and maps the regions of all ranks; the kernels
+do the rest by plain stores to peers (``cpp_plugins/kernels/mailbox.cuh`` and ``markov_exchange.cuh`` tell the
+protocols, :mod:`dspark_trt.plugins.mhc_all_reduce` and :mod:`dspark_trt.plugins.markov_sampling_sharded` hold the
+layout). A region is a plain ``cudaMalloc`` of its own, so
 that its IPC handle needs no offset and no allocator setting can break it.
 
 A kernel whose peer stays silent does not spin for ever: it notes the fault in its region and goes on with
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..plugins import mhc_all_reduce as layout
+from ..plugins.markov_sampling_sharded import exchange_bytes
 from .communicator import Communicator
 
 RANKS = (2, 4, 8)
@@ -141,7 +143,7 @@ class Mailbox:
         rank = self._communicator.rank
         if fault == layout.MAILBOX_MISFIT:
             raise MailboxError(
-                f"rank {rank}: the all-reduce was called with other channels, ranks or activations than its mailbox "
+                f"rank {rank}: an operation was called with other channels, ranks or activations than the mailbox "
                 "was made for"
             )
         if fault:
@@ -177,21 +179,28 @@ class Mailbox:
 
 
 def region_bytes(ranks: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's region: the header, and slots [generation][source rank][row][channel]."""
-    slots = layout.MAILBOX_GENERATIONS * ranks * layout.MAILBOX_ROWS * hidden_size
-    return layout.MAILBOX_HEADER_BYTES + slots * dtype.itemsize
+    """Bytes of one rank's region: the header, the slots of rows, and the words of sampling."""
+    return layout.MAILBOX_HEADER_BYTES + slot_bytes(ranks, hidden_size, dtype) + exchange_bytes(ranks)
+
+
+def slot_bytes(ranks: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Bytes of slots [generation][source rank][row][channel]."""
+    return layout.MAILBOX_GENERATIONS * ranks * layout.MAILBOX_ROWS * hidden_size * dtype.itemsize
 
 
 def _fill(memory: PeerMemory, address: int, header: dict[str, int], dtype: torch.dtype) -> bytes:
-    """Write header and sentinels; return the region's handle."""
-    size = region_bytes(header["ranks"], header["hidden"], dtype)
+    """Write header, sentinels and empty words; return the region's handle."""
+    ranks = header["ranks"]
+    size = slot_bytes(ranks, header["hidden"], dtype)
     words = np.zeros(layout.MAILBOX_HEADER_BYTES // 4, np.int32)
     for name, value in header.items():
         words[layout.MAILBOX_WORDS[name]] = value
     memory.write(address, words)
     pattern = np.full(min(size, 16 << 20) // 4, _SENTINELS[dtype], np.uint32).view(np.uint8)
-    for start in range(layout.MAILBOX_HEADER_BYTES, size, pattern.size):
-        memory.write(address + start, pattern[: size - start])
+    slots = address + layout.MAILBOX_HEADER_BYTES
+    for start in range(0, size, pattern.size):
+        memory.write(slots + start, pattern[: size - start])
+    memory.write(slots + size, np.zeros(exchange_bytes(ranks), np.uint8))
     return memory.export(address)
 
 

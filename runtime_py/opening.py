@@ -112,7 +112,7 @@ def open_decoder(
         network = load_network(kind, shards, rank, directory.build, online_acceptance=online_acceptance).to(place)
         if sampler and isinstance(network.model, DraftModel):
             network.model.sampler = sampler
-        return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope)
+        return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope, group=platform.group)
 
     target, draft = session("target"), session("draft") if speculative else None
     decoder = Decoder(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..builder.network import Network, NetworkIO, TensorInfo
 from ..plugins.collective import collective_scope
 from .communicator import Communicator
+from .stock import Group
 
 
 class SessionError(ValueError):
@@ -43,8 +44,8 @@ class TorchSession:
         network: stays on the device that it is on; the tensors of every call must be there too.
         scope: how operations are computed: by reference when left out, by kernel inside
             :func:`~dspark_trt.plugins.kernels.kernel_scope`.
-        mailbox: peer addresses [P, 2] int32 for the kernels of a tensor-parallel network. References gather
-            through ``communicator`` instead.
+        mailbox: peer addresses [P, 2] int32 for the kernels of a tensor-parallel network.
+        group: collectives on the device, for what no kernel exchanges; ``communicator`` gathers when left out.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class TorchSession:
         *,
         scope: OperationScope = nullcontext,
         mailbox: Tensor | None = None,
+        group: Group | None = None,
     ):
-        self.network, self.io, self._communicator, self._scope = network, network.io, communicator, scope
+        self.network, self.io, self._scope = network, network.io, scope
+        self._collectives = (group.all_gather, group.all_to_all) if group else (communicator.all_gather, None)
         names = {i.name: i for i in network.io.inputs}
         self._own: dict[str, Tensor] = {}
         if (info := names.get("mailbox")) is not None:
@@ -78,7 +81,7 @@ class TorchSession:
         inputs = {**self._own, **inputs}
         if problems := tensor_problems(self.io, inputs, outputs):
             raise SessionError("; ".join(problems))
-        with torch.inference_mode(), collective_scope(self._communicator.all_gather), self._scope():
+        with torch.inference_mode(), collective_scope(*self._collectives), self._scope():
             results = self.network(*(inputs[i.name] for i in self.io.inputs))
             for info, result in zip(self.io.outputs, results, strict=True):
                 outputs[info.name].copy_(result)

@@ -1,12 +1,13 @@
-"""The stock path: boundaries as an all-reduce between ranks and separate operations on each.
+"""The stock path: collectives of all ranks, and boundaries as an all-reduce and separate operations on each.
 
-The all-reduce is NCCL's where the tensors are on GPUs, reached through torch.distributed, which works between nodes
-and without peer access; on CPUs it is the communicator's gather and the sum in rank order, with the bits of the fused
-operation. NCCL adds in an order of its own: in float32, rounded once, every rank the same bits, but not always
-those of the rank-ordered sum (the bounds of spec 8.2 hold). The rest of a boundary are the operations that a single
-rank would run: mix, collapse and norm.
+The collectives are NCCL's where the tensors are on GPUs, reached through torch.distributed, which works between nodes
+and without peer access; on CPUs they are the communicator's gather, and the all-reduce is its sum in rank order, with
+the bits of the fused operation. NCCL adds in an order of its own: in float32, rounded once, every rank the same bits,
+but not always those of the rank-ordered sum (the bounds of spec 8.2 hold). The rest of a boundary are the operations
+that a single rank would run: mix, collapse and norm.
 
-:func:`boundary_scope` asks :func:`.boundary.plan` for each boundary.
+:func:`boundary_scope` asks :func:`.boundary.plan` for each boundary. Sampling that is split by vocabulary exchanges
+through the mailbox as well, so where that can't be, its reference gathers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..plugins.hc_collapse import HC_COLLAPSE
 from ..plugins.kernels import execute
+from ..plugins.markov_sampling_sharded import MARKOV_SAMPLING_SHARDED
 from ..plugins.mhc_all_reduce import (
     MHC_ALL_REDUCE,
     MHC_ALL_REDUCE_RESIDUAL_ONLY,
@@ -36,21 +38,29 @@ from .communicator import Communicator
 
 
 class StockError(RuntimeError):
-    """The stock all-reduce can't be set up."""
+    """The stock collectives can't be set up."""
 
 
-class AllReduce(Protocol):
-    """The sum of a tensor over all ranks; every rank calls it in the same order."""
+class Group(Protocol):
+    """Collectives of all ranks, which every rank calls in the same order; results are new tensors."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Added in float32 and rounded once; a new tensor, the same bits on every rank."""
+        """The sum, added in float32 and rounded once; the same bits on every rank."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of every rank, [tp, ...] in rank order."""
+        ...
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """What every rank has for this one, [tp, ...]; ``tensor`` [tp, ...] is what this one has for each."""
         ...
 
     def close(self) -> None: ...
 
 
-class GatheredSum:
-    """The sum in rank order of what the communicator gathers, through host memory."""
+class HostGroup:
+    """What the communicator gathers through host memory, and its sum in rank order."""
 
     def __init__(self, communicator: Communicator):
         self._communicator = communicator
@@ -58,19 +68,25 @@ class GatheredSum:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return reduce_ranks(self._communicator.all_gather(tensor))
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._communicator.all_gather(tensor)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return self._communicator.all_gather(tensor)[:, self._communicator.rank]
+
     def close(self) -> None:
         pass
 
 
-class DistributedSum:
-    """The all-reduce of torch.distributed, asynchronous on torch's current stream with NCCL.
+class DistributedGroup:
+    """The collectives of torch.distributed, asynchronous on torch's current stream with NCCL, which can be captured.
 
     Made by every rank at the same time. Rank 0 opens a store on a free port, the communicator tells the others
     where, and through the store they find each other: no environment variable and no fixed port is needed.
 
     Args:
         device: of the tensors.
-        backend: "nccl"; "gloo" sums on CPUs.
+        backend: "nccl"; "gloo" serves CPUs.
         timeout_s: how long ranks wait for each other, here and in a call, before the job is ended.
 
     Raises:
@@ -83,7 +99,7 @@ class DistributedSum:
         rank, size = communicator.rank, communicator.size
         if not dist.is_available() or not dist.is_backend_available(backend):
             raise StockError(
-                f"rank {rank}: torch {torch.__version__} has no {backend} backend, the stock all-reduce needs it; "
+                f"rank {rank}: torch {torch.__version__} has no {backend} backend, the stock collectives need it; "
                 "install a torch that has, or run ranks that share a mailbox"
             )
         if dist.is_initialized():
@@ -107,23 +123,36 @@ class DistributedSum:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+        self._size = size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         total = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.to(tensor.dtype)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self._size, *tensor.shape))
+        # The newer name first: the older one warns where both are.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered.view(-1), tensor.contiguous().view(-1))
+        return gathered
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, tensor.contiguous())
+        return received
+
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-def stock_all_reduce(communicator: Communicator, device: torch.device) -> AllReduce:
-    """NCCL's all-reduce for a GPU, the gathered sum for a CPU; every rank calls this.
+def open_group(communicator: Communicator, device: torch.device) -> Group:
+    """NCCL's collectives for a GPU, those through the host for a CPU; every rank calls this.
 
     Raises:
-        StockError: as :class:`DistributedSum`.
+        StockError: as :class:`DistributedGroup`.
     """
-    return DistributedSum(communicator, device) if device.type == "cuda" else GatheredSum(communicator)
+    return DistributedGroup(communicator, device) if device.type == "cuda" else HostGroup(communicator)
 
 
 def stock_executor(all_reduce: Callable[[Tensor], Tensor], inner: Executor = execute) -> Executor:
@@ -157,10 +186,12 @@ def between_ranks(op: Op, attributes: Any) -> bool:
 @contextmanager
 def boundary_scope(facts: Facts, all_reduce: Callable[[Tensor], Tensor], inner: Executor = execute) -> Iterator[None]:
     """Run operations by ``inner`` inside the ``with`` block, but the boundaries that :func:`.boundary.plan` sends
-    the stock way as separate operations with ``all_reduce``."""
+    the stock way as separate operations with ``all_reduce``, and split sampling without a mailbox as its reference."""
     stock = stock_executor(all_reduce, inner)
 
     def run(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: dict[str, Any]) -> Any:
+        if op is MARKOV_SAMPLING_SHARDED and plan(1, facts).path is Path.STOCK:
+            return op.reference(attributes, *tensors)
         go_stock = between_ranks(op, attributes) and plan(int(bindings["rows"]), facts).path is Path.STOCK
         return (stock if go_stock else inner)(op, attributes, tensors, bindings)
 

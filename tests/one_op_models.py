@@ -13,7 +13,7 @@ from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import op as ops
 from dspark_trt.plugins.registry import ALL_OPS
 
-SIZES = {"H": 128, "K": 512, "P": 4, "B": 5, "N": 4, "S": 3, "W": 16, "V": 96, "R": 8, "E": 6, "M": 1, "J": 16}
+SIZES = {"H": 128, "K": 512, "P": 4, "B": 5, "N": 4, "S": 3, "W": 16, "V": 96, "R": 8, "E": 6, "M": 1, "J": 16, "L": 96}
 """Sizes of the static dimensions; K of MhcCoefficients is 4 H."""
 
 CACHE = {"rope_dims": 8, "rope_theta": 10000.0, "quant_width": 0, "quant_group": 32}
@@ -28,6 +28,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "QuantizedLinear": {"block": 32},
     "RoutedExperts": {"group": 32, "hidden_size": 128, "intermediate_size": 64, "swiglu_limit": 10.0},
     "MarkovSampling": {"block_size": 5, "sampling": False, "float64_noise": False, "write_logits": True},
+    "MarkovSamplingSharded": {"block_size": 5, "sampling": False, "float64_noise": False, "tp_size": 1, "rank": 0},
 }
 _TYPES = {
     "float32": onnx.TensorProto.FLOAT,

@@ -253,6 +253,12 @@ def examples(activation: torch.dtype, rows: int = 7, seed: int = 0) -> list[Exam
             make.act(VOCAB, RANK, std=RANK**-0.5),
             *keys,
         )
+        add(
+            f"MarkovSamplingSharded {kind}",
+            "MarkovSamplingSharded",
+            {"block_size": BLOCK, "sampling": sampling, "float64_noise": "float64" in kind, "tp_size": 1, "rank": 0},
+            *out[-1].tensors,
+        )
     return out
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plugins.markov_sampling import MARKOV_SAMPLING, Sampler
+from ...plugins.markov_sampling_sharded import MARKOV_SAMPLING_SHARDED
 from ...plugins.numerics import matmul
 from ..config import DraftConfig
 from .attention import DraftBlockAttention
@@ -31,7 +32,7 @@ from .hyper_connections import (
 )
 from .layers import Fp8Linear, RmsNorm, Table
 from .markov import MarkovHead, MarkovOptions, draft_block, transform_logits
-from .markov_parallel import Loop, LoopPlan, split_by_requests, split_by_vocabulary, vocabulary_shard
+from .markov_parallel import Loop, LoopPlan, split_by_requests, vocabulary_shard
 from .moe import MoE
 
 Keys = tuple[Tensor, Tensor, Tensor]
@@ -163,15 +164,15 @@ class DraftModel(nn.Module):
             hidden = hidden[:, 1:]
         probe("hidden_prenorm", hidden)
         keys = cast("Keys", (positions, temperature, seeds)) if self.sampling else None
-        return *self._sample(last, hidden, anchor_ids, keys), rings
+        return *self._sample(last, hidden, anchor_ids, keys, mailbox), rings
 
     def _sample(
-        self, last: Stage, hidden: Tensor, anchor_ids: Tensor, keys: Keys | None
+        self, last: Stage, hidden: Tensor, anchor_ids: Tensor, keys: Keys | None, mailbox: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens, confidence and, where they are wanted, corrected logits of the sampled rows [R, B, H]."""
         config, probe, options = self.config, self.context.probe, self.markov
         if (loop := self._loop(anchor_ids)) is not Loop.WHOLE:
-            return (*self._sample_split(loop, last, hidden, anchor_ids, keys), None)
+            return (*self._sample_split(loop, last, hidden, anchor_ids, keys, mailbox), None)
         table = self.head.weight if options.draft_ids is None else self.head.weight[list(options.draft_ids)]
         base_logits = transform_logits(config, self._logits(last, hidden, table))
         probe("base_logits", base_logits)
@@ -196,7 +197,13 @@ class DraftModel(nn.Module):
         return self.loops.loop(len(anchor_ids))
 
     def _sample_split(
-        self, loop: Loop, last: Stage, hidden: Tensor, anchor_ids: Tensor, keys: Keys | None
+        self,
+        loop: Loop,
+        last: Stage,
+        hidden: Tensor,
+        anchor_ids: Tensor,
+        keys: Keys | None,
+        mailbox: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Tokens and confidence of all requests from this rank's part of the base logits."""
         plan, vocab = cast("LoopPlan", self.loops), self.config.vocab_size
@@ -210,15 +217,16 @@ class DraftModel(nn.Module):
                 return tokens, last.confidence_head(hidden[rows], features)
 
             return split_by_requests(base_logits, vocab, own_block, **place)
-        shard = vocabulary_shard(last.markov_head.head.weight, **place)
-        tokens, features = split_by_vocabulary(
+        tokens, features = MARKOV_SAMPLING_SHARDED(
             base_logits,
-            vocab,
-            last.markov_head.embed.weight,
-            shard,
             anchor_ids,
-            keys,
-            float64_noise=self.markov.float64_noise,
+            last.markov_head.embed.weight,
+            vocabulary_shard(last.markov_head.head.weight, **place),
+            *(keys or ()),
+            *(() if mailbox is None else (mailbox,)),
+            block_size=self.config.block_size,
+            sampling=keys is not None,
+            float64_noise=keys is not None and self.markov.float64_noise,
             **place,
         )
         return tokens, last.confidence_head(hidden, features)

@@ -1,14 +1,14 @@
-"""Two exact ways to split the sequential part of a draft pass over ranks (spec 5.6), in torch reference form.
+"""Two exact ways to split the sequential part of a draft pass over ranks (spec 5.6).
 
-Every rank has computed the base logits of its shard of the vocabulary, [R, B, ceil(V / tp)] from the rows
-rank * ceil(V / tp) on of the head; the last rank's surplus columns are padding. Both ways return on every rank
+Every rank has computed the base logits of its shard of the vocabulary, [R, B, L] from the L rows of the head that
+:func:`vocabulary_shard` gives it. Both ways return on every rank
 what the whole loop on whole logits returns, to the bit if a column of a product does not depend on those beside
 it (16-bit tables, see ``numerics``), and their shapes depend on the number of requests only.
 
 * by requests: request i belongs to rank i mod tp. An all-to-all gives each rank the whole logits of its own
   requests, it runs the loop on them, and an all-gather of packed tokens and confidences gives all to all;
-* by vocabulary: every rank runs the loop on its shard, with its rows of W2. A slot's winners travel as
-  (value, id) pairs, one exchange a slot; the largest value wins, of equals the lowest id.
+* by vocabulary: every rank runs the loop on its shard, with its rows of W2, and the ranks exchange a slot's
+  winners; this is the operation MarkovSamplingSharded.
 
 Neither has the whole corrected logits on every rank. :func:`plan_loops` says when a network has them.
 """
@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...plugins.collective import gather_ranks
-from ...plugins.markov_sampling import DRAFT_SALT, noisy_scores
-from ...plugins.numerics import first_argmax, matmul
+from ...plugins.collective import exchange_ranks, gather_ranks
 from ..config import DraftConfig
 from .markov import MarkovOptions
 
@@ -102,10 +100,10 @@ def plan_loops(
 
 
 def vocabulary_shard(table: Tensor, tp_size: int, rank: int) -> Tensor:
-    """This rank's ceil(V / tp) rows of a table [V, n]; zeros are beyond its end."""
+    """This rank's rows of a table [V, n]: ceil(V / tp), fewer at its end; a row of zeros for a rank that has none."""
     width = -(-len(table) // tp_size)
     rows = table[rank * width : (rank + 1) * width]
-    return rows if len(rows) == width else torch.nn.functional.pad(rows, (0, 0, 0, width - len(rows)))
+    return rows if len(rows) else torch.zeros_like(table[:1])
 
 
 def owned_requests(requests: int, tp_size: int, device: torch.device | None = None) -> Tensor:
@@ -126,58 +124,16 @@ def split_by_requests(
     shard_logits: Tensor, vocab_size: int, own_block: OwnBlock, *, tp_size: int, rank: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens and confidence [R, B] of all requests, each computed by its owner."""
-    requests, block, _ = shard_logits.shape
+    requests, block, columns = shard_logits.shape
+    width = -(-vocab_size // tp_size)
+    if columns < width:
+        shard_logits = torch.nn.functional.pad(shard_logits, (0, width - columns))
     owned = owned_requests(requests, tp_size, shard_logits.device)
-    # The all-to-all, spelled as a gather of what goes to everybody. Padding sends request 0.
-    sent = shard_logits[owned.clamp_min(0)]
-    received = gather_ranks(sent, tp_size)[:, rank]
-    whole = received.permute(1, 2, 0, 3).flatten(2)[..., :vocab_size]
+    # Padding sends request 0.
+    received = exchange_ranks(shard_logits[owned.clamp_min(0)], tp_size, rank)
+    whole = received.permute(1, 2, 0, 3).flatten(2)[..., :vocab_size].contiguous()
     tokens, confidence = own_block(whole, owned[rank].clamp_min(0))
     # Both as 32-bit words: nothing is converted on the way.
     packed = torch.cat((tokens, confidence.contiguous().view(torch.int32)), 1)
     rows = gather_ranks(packed, tp_size).flatten(0, 1)[gathered_rows(requests, tp_size, packed.device)]
     return rows[:, :block], rows[:, block:].contiguous().view(torch.float32)
-
-
-def split_by_vocabulary(
-    shard_logits: Tensor,
-    vocab_size: int,
-    embed: Tensor,
-    head_shard: Tensor,
-    anchor_ids: Tensor,
-    keys: tuple[Tensor, Tensor, Tensor] | None = None,
-    *,
-    tp_size: int,
-    rank: int,
-    float64_noise: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Tokens [R, B] int32 and features [R, B, rank of W1]; ``head_shard`` [V / tp, rank of W2] are this rank's rows.
-
-    Args:
-        keys: positions, temperature and seeds of a sampling draft.
-    """
-    width = shard_logits.shape[-1]
-    ids = rank * width + torch.arange(width, device=shard_logits.device)
-    previous = anchor_ids
-    tokens, features = [], []
-    for i, base in enumerate(shard_logits.unbind(1)):
-        feature = embed[previous.long()]
-        scores = base + matmul(feature, head_shard)
-        if keys is not None:
-            positions, temperature, seeds = keys
-            own = positions + i
-            scores = noisy_scores(scores, temperature, seeds, own, salt=DRAFT_SALT, ids=ids, float64=float64_noise)
-        scores = torch.where(scores.isnan() | (ids >= vocab_size), -torch.inf, scores)
-        local = first_argmax(scores)
-        value = scores.gather(1, local.long().unsqueeze(1))
-        # The id is a word of its own beside the value: as a float it would be exact below 2^24 only.
-        pair = torch.cat((value.view(torch.int32), (local + rank * width).unsqueeze(1)), 1)
-        gathered = gather_ranks(pair, tp_size)
-        words, winners = gathered[..., :-1].clone(memory_format=torch.contiguous_format), gathered[..., -1]
-        values = words.view(scores.dtype)[..., 0]
-        # Ranks are in order of ids, so the first of equal values has the lowest.
-        owner = first_argmax(values.T)
-        previous = winners.T.gather(1, owner.long().unsqueeze(1)).squeeze(1)
-        tokens.append(previous)
-        features.append(feature)
-    return torch.stack(tokens, 1), torch.stack(features, 1)

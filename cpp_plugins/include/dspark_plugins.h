@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define DSPARK_PLUGIN_ABI 2
+#define DSPARK_PLUGIN_ABI 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -20,12 +20,15 @@ enum dspark_status {
   DSPARK_OVER_CAPACITY = 5,  // more rows than the mailbox holds
 };
 
-// The mailbox of dspark_mhc_all_reduce, see kernels/mailbox.cuh.
+// The mailbox of operations between ranks, see kernels/mailbox.cuh and kernels/markov_exchange.cuh.
 #define DSPARK_MAILBOX_ROWS 256
 #define DSPARK_MAILBOX_GENERATIONS 3
 #define DSPARK_MAILBOX_HEADER_BYTES 128
 #define DSPARK_MAILBOX_SILENT_RANK 1
 #define DSPARK_MAILBOX_MISFIT 255
+#define DSPARK_MAX_RANKS 8
+#define DSPARK_SAMPLING_STEPS 8
+#define DSPARK_SAMPLING_REQUESTS 64
 enum dspark_mailbox_word {
   DSPARK_MAILBOX_RANK = 0,
   DSPARK_MAILBOX_RANKS = 1,
@@ -35,6 +38,7 @@ enum dspark_mailbox_word {
   DSPARK_MAILBOX_GENERATION = 8,
   DSPARK_MAILBOX_FAULT = 9,
   DSPARK_MAILBOX_ARRIVED = 10,
+  DSPARK_MAILBOX_SAMPLING_GENERATION = 11,
 };
 
 int dspark_plugin_abi(void);
@@ -256,6 +260,34 @@ typedef struct {
 } dspark_markov_sampling_params;
 size_t dspark_markov_sampling_workspace(const dspark_markov_sampling_params* params);
 int dspark_markov_sampling(const dspark_markov_sampling_params* params, cudaStream_t stream);
+
+typedef struct {
+  int32_t activation;  // of T tensors
+  int32_t reserved;
+  const void* base_logits;  // base_logits float32[requests, block_size, L]
+  const void* anchor_ids;  // anchor_ids int32[requests]
+  const void* embed;  // embed T[V, R]
+  const void* head;  // head T[L, R]
+  const void* positions;  // positions int32[requests], null unless sampling > 0
+  const void* temperature;  // temperature float32[requests], null unless sampling > 0
+  const void* seeds;  // seeds int32[requests, 2], null unless sampling > 0
+  const void* mailbox;  // mailbox int32[P, 2], null unless tp_size > 1
+  void* draft_tokens;  // draft_tokens int32[requests, block_size]
+  void* features;  // features T[requests, block_size, R]
+  void* workspace;
+  int64_t size_requests;
+  int64_t size_L;
+  int64_t size_V;
+  int64_t size_R;
+  int64_t size_P;
+  int32_t block_size;
+  int32_t sampling;
+  int32_t float64_noise;
+  int32_t tp_size;
+  int32_t rank;
+} dspark_markov_sampling_sharded_params;
+size_t dspark_markov_sampling_sharded_workspace(const dspark_markov_sampling_sharded_params* params);
+int dspark_markov_sampling_sharded(const dspark_markov_sampling_sharded_params* params, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,11 +1,11 @@
 // The mailbox: how ranks of one node exchange a row of partial sums without a barrier (spec 7.4).
 //
 // Every rank owns a region that all ranks have mapped: a header of DSPARK_MAILBOX_HEADER_BYTES, then slots
-// [generation][source rank][row][channel] of the activation type. A slot that holds the sentinel -0.0 is
-// empty, so a value is its own arrival flag: the publisher turns -0.0 into +0.0 and stores its row in every
-// peer's region; the consumer spins on its own region until no channel is the sentinel, and then writes the
-// sentinel back. Calls use the generations in turn. A rank enters call t+1 only after it has consumed call t,
-// which needs every peer's call t, which each peer began after clearing call t-1: so a slot is empty again
+// [generation][source rank][row][channel] of the activation type, then what markov_exchange.cuh tells. A slot that
+// holds the sentinel -0.0 is empty, so a value is its own arrival flag: the publisher turns -0.0 into +0.0 and stores
+// its row in every peer's region; the consumer spins on its own region until no channel is the sentinel, and then
+// writes the sentinel back. Calls use the generations in turn. A rank enters call t+1 only after it has consumed call
+// t, which needs every peer's call t, which each peer began after clearing call t-1: so a slot is empty again
 // long before its generation comes round, whatever the row counts are, and nothing else has to be ordered.
 //
 // The mailbox tensor holds the mapped addresses of this rank's region, then of the ranks after it, cyclically
@@ -33,10 +33,15 @@ __device__ __forceinline__ void store_volatile(void* address, const uint4& bits)
                : "memory");
 }
 
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
+// The mapped address of a rank's region: 0 is this rank's, i that of the i-th rank after it.
+__device__ __forceinline__ char* mailbox_region(const void* tensor, int i) {
+  const uint2 halves = static_cast<const uint2*>(tensor)[i];
+  return reinterpret_cast<char*>(static_cast<uint64_t>(halves.y) << 32 | halves.x);
+}
+
+// The first fault stays.
+__device__ __forceinline__ void note_fault(int32_t* header, int fault) {
+  atomicCAS(header + DSPARK_MAILBOX_FAULT, 0, fault);
 }
 
 // -0.0 in every channel of 32 bits.
@@ -66,12 +71,8 @@ class Mailbox {
  public:
   // Reads what never changes; may come before wait_for_predecessor().
   __device__ __forceinline__ Mailbox(const void* tensor, int width) : width_(width) {
-    const auto* addresses = static_cast<const uint2*>(tensor);
 #pragma unroll
-    for (int i = 0; i < kRanks; ++i) {
-      const uint2 halves = addresses[i];
-      regions_[i] = reinterpret_cast<char*>(static_cast<uint64_t>(halves.y) << 32 | halves.x);
-    }
+    for (int i = 0; i < kRanks; ++i) regions_[i] = mailbox_region(tensor, i);
     static_assert(DSPARK_MAILBOX_RANK == 0 && DSPARK_MAILBOX_RANKS == 1 && DSPARK_MAILBOX_HIDDEN == 2 &&
                   DSPARK_MAILBOX_CHANNEL_BYTES == 3, "read at once");
     const int4 constants = *reinterpret_cast<const int4*>(header());
@@ -170,8 +171,7 @@ class Mailbox {
     }
   }
 
-  // The first fault stays.
-  __device__ __forceinline__ void note(int fault) const { atomicCAS(header() + DSPARK_MAILBOX_FAULT, 0, fault); }
+  __device__ __forceinline__ void note(int fault) const { note_fault(header(), fault); }
 
   static __device__ __forceinline__ uint4 as_bits(const Pack<T>& pack, int v) {
     return *reinterpret_cast<const uint4*>(&pack.vectors[v]);

@@ -6,14 +6,57 @@ published, has the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from dspark_trt.plugins import mhc_all_reduce as layout
+from dspark_trt.plugins.markov_sampling_sharded import GENERATIONS, MAX_REQUESTS, MAX_STEPS
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
+from dspark_trt.runtime_py.mailbox import region_bytes, slot_bytes
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits
 from tests.op_examples import UNQUANTIZED
 
 EPS = 1e-6
+
+
+class Regions:
+    """Regions, mailbox tensors and streams of ranks that share one GPU."""
+
+    def __init__(self, ranks: int, hidden: int, dtype: torch.dtype, timeout_ms: int = 3000):
+        self.hidden, self.dtype = hidden, dtype
+        self.integer = torch.int16 if dtype.itemsize == 2 else torch.int32
+        size = region_bytes(ranks, hidden, dtype)
+        self._slots_end = layout.MAILBOX_HEADER_BYTES + slot_bytes(ranks, hidden, dtype)
+        self.regions = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        addresses = [region.data_ptr() for region in self.regions]
+        self.tables = []
+        for rank in range(ranks):
+            header = {"rank": rank, "ranks": ranks, "hidden": hidden, "channel_bytes": dtype.itemsize}
+            for name, value in {**header, "timeout_ms": timeout_ms}.items():
+                self.word(rank, name).fill_(value)
+            self.slots(rank).fill_(torch.iinfo(self.integer).min)
+            own_first = torch.tensor(addresses[rank:] + addresses[:rank], dtype=torch.int64)
+            self.tables.append(own_first.view(torch.int32).view(ranks, 2).cuda())
+
+    def word(self, rank: int, name: str) -> Tensor:
+        return self.regions[rank][: layout.MAILBOX_HEADER_BYTES].view(torch.int32)[layout.MAILBOX_WORDS[name]]
+
+    def slots(self, rank: int) -> Tensor:
+        return self.regions[rank][layout.MAILBOX_HEADER_BYTES : self._slots_end].view(self.integer)
+
+    def candidates(self, rank: int) -> Tensor:
+        """Words [generation, step, request, source rank] of sampling."""
+        words = self.regions[rank][self._slots_end :].view(torch.int64)
+        return words.view(GENERATIONS, MAX_STEPS, MAX_REQUESTS, len(self.regions))
+
+    def launch(self, calls: Sequence[KernelCall]) -> None:
+        """Enqueue a call of each rank on its stream."""
+        for stream, call in zip(self.streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                call.launch()
 
 
 def payload(kind: str, generator: torch.Generator, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

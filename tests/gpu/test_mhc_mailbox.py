@@ -9,49 +9,20 @@ import pytest
 import torch
 from dspark_trt.plugins import mhc_all_reduce as layout
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE
-from dspark_trt.runtime_py.mailbox import region_bytes
-from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall
-from tests.gpu.mailbox_cases import EPS, KINDS, Case
+from tests.gpu.mailbox_cases import EPS, KINDS, Case, Regions
 from tests.op_examples import UNQUANTIZED
 
 pytestmark = pytest.mark.gpu
 
 
-class Ranks:
-    """Regions, mailbox tensors and streams of all ranks."""
-
-    def __init__(self, ranks: int, hidden: int, dtype: torch.dtype, timeout_ms: int = 3000):
-        self.hidden, self.dtype = hidden, dtype
-        self.integer = torch.int16 if dtype.itemsize == 2 else torch.int32
-        size = region_bytes(ranks, hidden, dtype)
-        self.regions = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
-        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
-        addresses = [region.data_ptr() for region in self.regions]
-        self.tables = []
-        for rank in range(ranks):
-            header = {"rank": rank, "ranks": ranks, "hidden": hidden, "channel_bytes": dtype.itemsize}
-            for name, value in {**header, "timeout_ms": timeout_ms}.items():
-                self.word(rank, name).fill_(value)
-            self.slots(rank).fill_(torch.iinfo(self.integer).min)
-            own_first = torch.tensor(addresses[rank:] + addresses[:rank], dtype=torch.int64)
-            self.tables.append(own_first.view(torch.int32).view(ranks, 2).cuda())
-
-    def word(self, rank: int, name: str) -> Tensor:
-        return self.regions[rank][: layout.MAILBOX_HEADER_BYTES].view(torch.int32)[layout.MAILBOX_WORDS[name]]
-
-    def slots(self, rank: int) -> Tensor:
-        return self.regions[rank][layout.MAILBOX_HEADER_BYTES :].view(self.integer)
+class Ranks(Regions):
+    """The ranks of boundaries."""
 
     def cases(self, kind: str, seed: int, rows: int, residual: bool) -> list[Case]:
         shape = (rows, self.hidden)
         return [Case(table, r, kind, seed, shape, self.dtype, residual) for r, table in enumerate(self.tables)]
-
-    def launch(self, cases: list[Case]) -> None:
-        for stream, case in zip(self.streams, cases, strict=True):
-            with torch.cuda.stream(stream):
-                case.fused.launch()
 
     def assert_at_rest(self, calls: int) -> None:
         for rank in range(len(self.regions)):
@@ -73,7 +44,7 @@ def test_ranks_as_streams(ranks: int, hidden: int, dtype: torch.dtype, seed: int
     # All calls are in flight at once: ranks drift apart as far as the protocol lets them.
     for _ in range(3):
         for cases in queue:
-            job.launch(cases)
+            job.launch([case.fused for case in cases])
     torch.cuda.synchronize()
     job.assert_at_rest(3 * len(queue))
     for cases in queue:
@@ -86,7 +57,7 @@ def test_more_rows_than_fit_on_the_device_at_once(seed: int) -> None:
     job = Ranks(2, 5120, torch.bfloat16)
     cases = job.cases("normal", seed, layout.MAILBOX_ROWS, residual=False)
     torch.cuda.synchronize()
-    job.launch(cases)
+    job.launch([case.fused for case in cases])
     torch.cuda.synchronize()
     job.assert_at_rest(1)
     for case in cases:

@@ -11,12 +11,13 @@ import torch
 from dspark_trt.plugins.op import executor_scope
 from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS, Facts, Path, plan
 from dspark_trt.runtime_py.mailbox import Mailbox
-from dspark_trt.runtime_py.stock import boundary_scope, stock_all_reduce, stock_executor
+from dspark_trt.runtime_py.stock import boundary_scope, open_group, stock_executor
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits
 from tests.gpu.mailbox_cases import Case
-from tests.gpu.test_mhc_two_gpus import HIDDEN, StoreCommunicator, run_ranks
+from tests.gpu.test_mhc_two_gpus import HIDDEN
+from tests.gpu.two_ranks import StoreCommunicator, run_ranks
 
 pytestmark = pytest.mark.gpu2
 
@@ -32,7 +33,7 @@ def outputs_of(call: KernelCall) -> tuple[Tensor, ...]:
 
 def _both_ways(communicator: StoreCommunicator, seed: int) -> list[str]:
     rank, device = communicator.rank, torch.device("cuda", communicator.rank)
-    group = stock_all_reduce(communicator, device)
+    group = open_group(communicator, device)
     problems: list[str] = []
 
     def compare(label: str, found: tuple[Tensor, ...], wanted: list[Tensor], exact: int) -> None:

@@ -2,96 +2,31 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
-import queue
 import signal
 import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dspark_trt.plugins import mhc_all_reduce as layout
-from dspark_trt.runtime_py.mailbox import Mailbox, MailboxError, region_bytes
+from dspark_trt.runtime_py.mailbox import Mailbox, MailboxError, slot_bytes
 
 from tests.gpu.kernel_call import bits
 from tests.gpu.mailbox_cases import KINDS, Case
+from tests.gpu.two_ranks import RANKS, Report, StoreCommunicator, run_ranks
 
 pytestmark = pytest.mark.gpu2
 
-RANKS = 2
 HIDDEN = 5120
-Report = Any
-
-
-class StoreCommunicator:
-    """What a mailbox and NCCL ask of a communicator, through a store that the parent process keeps."""
-
-    def __init__(self, rank: int, port: int):
-        self._store, self._turn = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)), 0
-        self.rank, self.size = rank, RANKS
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._turn += 1
-        self._store.set(f"{self._turn} {self.rank}", pickle.dumps(value))
-        return [pickle.loads(self._store.get(f"{self._turn} {rank}")) for rank in range(self.size)]
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self.all_gather_object(value)[root]
-
-    def barrier(self) -> None:
-        self.all_gather_object(None)
-
-
-def _run_rank(work: Callable[..., Report], rank: int, port: int, seed: int, reports: Any) -> None:
-    try:
-        torch.cuda.set_device(rank)
-        reports.put((rank, work(StoreCommunicator(rank, port), seed), ""))
-    except BaseException:
-        reports.put((rank, None, traceback.format_exc()))
-        raise
-
-
-def run_ranks(work: Callable[..., Report], seed: int, timeout_s: float, survivors: int = RANKS) -> dict[int, Report]:
-    """``work(communicator, seed)`` of each rank that lives; fails with the traceback of one that raises."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    reports = context.Queue()
-    processes = [context.Process(target=_run_rank, args=(work, r, store.port, seed, reports)) for r in range(RANKS)]
-    for process in processes:
-        process.start()
-    results: dict[int, Report] = {}
-    try:
-        deadline = time.monotonic() + timeout_s
-        while len(results) < survivors:
-            try:
-                rank, result, error = reports.get(timeout=max(0.1, deadline - time.monotonic()))
-            except queue.Empty:
-                pytest.fail(f"after {timeout_s} s only ranks {sorted(results)} had reported")
-            assert not error, f"rank {rank}:\n{error}"
-            results[rank] = result
-        for rank in results:
-            processes[rank].join(10)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    return results
 
 
 def assert_all_slots_empty(communicator: StoreCommunicator, box: Mailbox, dtype: torch.dtype) -> None:
     torch.cuda.synchronize()
     communicator.barrier()
-    raw = box._memory.read(box._own, region_bytes(RANKS, HIDDEN, dtype))
+    raw = box._memory.read(box._own + layout.MAILBOX_HEADER_BYTES, slot_bytes(RANKS, HIDDEN, dtype))
     communicator.barrier()
     integer = torch.int16 if dtype.itemsize == 2 else torch.int32
-    slots = torch.frombuffer(bytearray(raw[layout.MAILBOX_HEADER_BYTES :]), dtype=integer)
+    slots = torch.frombuffer(bytearray(raw), dtype=integer)
     assert bool((slots == torch.iinfo(integer).min).all())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from dspark_trt.plugins.kernels import kernel_scope
@@ -11,10 +9,10 @@ from dspark_trt.plugins.markov_sampling import MARKOV_SAMPLING, gumbel_noise
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits, call, capture
+from tests.gpu.sampling_cases import DEVICE, attributes, example
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda")
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 VOCAB = 129280
 MASK = 0xFFFFFFFF
@@ -22,38 +20,6 @@ SALT = 0x2545F491
 
 activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda t: str(t).removeprefix("torch."))
 modes = pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
-
-
-def example(
-    seed: int, activation: torch.dtype, requests: int, vocab: int, rank: int, *, block: int = 5, sampling: bool = False
-) -> list[Tensor]:
-    """Random inputs of one call; temperatures include 0 and one below the floor of 1e-5."""
-    source = torch.Generator(DEVICE).manual_seed(seed)
-    options: dict[str, Any] = {"generator": source, "device": DEVICE}
-    inputs = [
-        torch.randn(requests, block, vocab, **options) * 2,
-        torch.randint(vocab, (requests,), dtype=torch.int32, **options),
-        torch.randn(vocab, rank, **options).mul_(0.3).to(activation),
-        torch.randn(vocab, rank, **options).to(activation),
-    ]
-    if sampling:
-        temperatures = torch.tensor([0.7, 0.0, 1.3, 1e-7, 1.0], device=DEVICE)
-        inputs += [
-            torch.randint(2**20, (requests,), dtype=torch.int32, **options),
-            temperatures.repeat(requests)[:requests].contiguous(),
-            torch.randint(-(2**31), 2**31, (requests, 2), **options).to(torch.int32),
-        ]
-    return inputs
-
-
-def attributes(inputs: list[Tensor], *, float64: bool = False, logits: bool = True) -> dict[str, Any]:
-    sampling = len(inputs) > 4
-    return {
-        "block_size": inputs[0].shape[1],
-        "sampling": sampling,
-        "float64_noise": float64 and sampling,
-        "write_logits": logits,
-    }
 
 
 def run(inputs: list[Tensor], **options: bool) -> list[Tensor]:

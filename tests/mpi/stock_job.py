@@ -18,7 +18,7 @@ from dspark_trt.builder.network import load_network
 from dspark_trt.runtime_py.boundary import Facts, plan
 from dspark_trt.runtime_py.communicator import Communicator, MpiCommunicator, fail_together
 from dspark_trt.runtime_py.session import TorchSession, make_caches, make_outputs
-from dspark_trt.runtime_py.stock import DistributedSum, boundary_scope, stock_all_reduce
+from dspark_trt.runtime_py.stock import DistributedGroup, boundary_scope, open_group
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -42,14 +42,16 @@ def job(path: Path, communicator: Communicator) -> dict[str, object]:
     # Only rank 1 knows that there is no mailbox.
     facts = Facts.gather(communicator, torch.bfloat16, "no peer access" if rank else "")
     reason = plan(12, facts).reason
-    gathered = stock_all_reduce(communicator, CPU)
-    group = DistributedSum(communicator, CPU, backend="gloo", timeout_s=60)
+    gathered = open_group(communicator, CPU)
+    group = DistributedGroup(communicator, CPU, backend="gloo", timeout_s=60)
 
     generator = torch.Generator().manual_seed(rank)
     sums, inputs = [], []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         inputs.append((torch.randn(7, 33, generator=generator) * 3).to(dtype))
         sums.append((group.all_reduce(inputs[-1]), gathered.all_reduce(inputs[-1])))
+    sent = torch.arange(24, dtype=torch.int32).view(4, 3, 2).permute(2, 0, 1) + 1000 * rank
+    moved = [(group.all_gather(sent), gathered.all_gather(sent)), (group.all_to_all(sent), gathered.all_to_all(sent))]
 
     reference = outputs_of(directory, communicator, nullcontext)
     kinds = {"gathered": gathered.all_reduce, "distributed": group.all_reduce}
@@ -61,6 +63,7 @@ def job(path: Path, communicator: Communicator) -> dict[str, object]:
     own = {
         "reason": reason,
         "sums": [torch.equal(a, b) for a, b in sums],
+        "moved": [torch.equal(a, b) for a, b in moved] + [moved[1][0][:, 0, 0].tolist() == [rank, 1000 + rank]],
         "dtypes": [str(a.dtype) for a, _ in sums],
         "bits": [float(a.double().sum()) for a, _ in sums],
         "equal": equal,

@@ -22,4 +22,5 @@ def test_two_ranks_go_the_stock_way_together(engines: Callable[[int], Path]) -> 
     assert first == second
     assert first["reason"] == "there is no mailbox: rank 1: no peer access"
     assert first["sums"] == [True] * 3 and first["dtypes"] == ["torch.bfloat16", "torch.float16", "torch.float32"]
+    assert first["moved"] == [True] * 3
     assert first["equal"] == {"gathered": True, "distributed": True} and first["finite"]

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.plugins.collective import collective_scope
+from dspark_trt.plugins.markov_sampling_sharded import MARKOV_SAMPLING_SHARDED
 from dspark_trt.plugins.mhc_all_reduce import MAILBOX_ROWS, reduce_ranks
 from dspark_trt.plugins.op import Executor, Op, executor_scope
 from dspark_trt.runtime_py import stock
 from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS, BoundaryError, Facts, Path, plan
 from dspark_trt.runtime_py.communicator import SingleProcess
-from dspark_trt.runtime_py.stock import GatheredSum, StockError, boundary_scope, stock_executor
+from dspark_trt.runtime_py.stock import HostGroup, StockError, boundary_scope, stock_executor
 from torch import Tensor
 
 from tests.op_examples import LABELS, Example, example
@@ -141,7 +142,7 @@ def test_separate_operations_have_the_bits_of_the_fused_one(label: str, tp_size:
     parts = shares(one, tp_size)
 
     def work(rank: Any) -> tuple[Tensor, ...]:
-        return in_stock(one, parts, rank.rank, GatheredSum(rank).all_reduce)
+        return in_stock(one, parts, rank.rank, HostGroup(rank).all_reduce)
 
     wanted = fused(one, parts, 0)
     for found in outcomes(tp_size, work):
@@ -224,27 +225,45 @@ def test_scope_follows_the_plan(rows: int, facts: Facts, stock_calls: int) -> No
     assert len(reduced) == stock_calls and taken == [1 if stock_calls else 4]
 
 
+@pytest.mark.parametrize(("problem", "taken"), [("", 1), ("rank 1: no peer", 0)])
+def test_split_sampling_without_a_mailbox_is_its_reference(problem: str, taken: int) -> None:
+    """With one, the operation goes where all others go."""
+    facts = Facts(2, 1, torch.float32, problem)
+    base, table = torch.tensor([[[0.0, 1.0, 3.0]]]), torch.zeros(6, 4)
+    tensors = (base, torch.zeros(1, dtype=torch.int32), table, table[:3], torch.zeros(2, 2, dtype=torch.int32))
+    given: list[Op] = []
+
+    def inner(op: Op, *_: Any) -> tuple[Tensor, ...]:
+        given.append(op)
+        return ()
+
+    # The other rank has the same values, so of the equal winners this rank's has the lower id.
+    with collective_scope(lambda own: torch.stack((own, own))), boundary_scope(facts, lambda t: t, inner):
+        found = MARKOV_SAMPLING_SHARDED(*tensors, block_size=1, sampling=False, float64_noise=False, tp_size=2, rank=0)
+    assert len(given) == taken and (taken or found[0].tolist() == [[2]])
+
+
 # Setting NCCL up ----------------------------------------------------------------------------------------
 
 
 def test_a_cpu_needs_no_process_group() -> None:
-    assert isinstance(stock.stock_all_reduce(SingleProcess(), torch.device("cpu")), GatheredSum)
+    assert isinstance(stock.open_group(SingleProcess(), torch.device("cpu")), HostGroup)
 
 
 def test_missing_backend_is_named() -> None:
     with pytest.raises(StockError, match=r"rank 0: torch .* has no mpi backend"):
-        stock.DistributedSum(SingleProcess(), torch.device("cpu"), backend="mpi")
+        stock.DistributedGroup(SingleProcess(), torch.device("cpu"), backend="mpi")
 
 
 def test_group_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock.dist, "is_initialized", lambda: True)
     with pytest.raises(StockError, match="has a default group already, expected none; destroy it"):
-        stock.DistributedSum(SingleProcess(), torch.device("cpu"), backend="gloo")
+        stock.DistributedGroup(SingleProcess(), torch.device("cpu"), backend="gloo")
 
 
 def test_one_rank_sums_with_itself() -> None:
     """A job of one: the group is made, float32 sums are rounded once, the input stays, the group ends."""
-    job = stock.DistributedSum(SingleProcess(), torch.device("cpu"), backend="gloo", timeout_s=20)
+    job = stock.DistributedGroup(SingleProcess(), torch.device("cpu"), backend="gloo", timeout_s=20)
     try:
         x = torch.randn(3, 5).bfloat16().t()
         before = x.clone()
@@ -252,6 +271,7 @@ def test_one_rank_sums_with_itself() -> None:
         assert torch.equal(found, before) and torch.equal(x, before) and found.data_ptr() != x.data_ptr()
         y = torch.randn(4)
         assert job.all_reduce(y).data_ptr() != y.data_ptr()
+        assert torch.equal(job.all_gather(x), x.unsqueeze(0)) and torch.equal(job.all_to_all(x[:1]), x[:1])
     finally:
         job.close()
     assert not stock.dist.is_initialized()

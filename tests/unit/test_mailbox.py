@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from dspark_trt.plugins import mhc_all_reduce as layout
+from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS, MAX_STEPS
 from dspark_trt.runtime_py.communicator import Communicator
-from dspark_trt.runtime_py.mailbox import CudaMemory, Mailbox, MailboxError, region_bytes
+from dspark_trt.runtime_py.mailbox import CudaMemory, Mailbox, MailboxError, region_bytes, slot_bytes
 
 from tests.thread_ranks import outcomes
 
@@ -90,21 +91,24 @@ def make(communicator: Any, memory: Any, dtype: torch.dtype = torch.bfloat16, hi
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_channel_holds_the_sentinel_of_its_dtype(dtype: torch.dtype) -> None:
+def test_every_channel_holds_the_sentinel_of_its_dtype_and_words_are_zero(dtype: torch.dtype) -> None:
     """TP-3."""
     node, boxes = on_ranks(2, lambda c, m: make(c, m, dtype))
     bits = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
     for rank, box in enumerate(boxes):
         region = next(v for a, v in node.allocations.items() if (a >> 40) & 1 == (0x7F + rank) & 1)
         assert region.size == region_bytes(2, HIDDEN, dtype)
-        slots = region[layout.MAILBOX_HEADER_BYTES :].view(bits)
+        end = layout.MAILBOX_HEADER_BYTES + slot_bytes(2, HIDDEN, dtype)
+        words = region[end:].view(np.int64)
+        assert words.size == 2 * MAX_STEPS * MAX_REQUESTS * 2 and not words.any()
+        slots = region[layout.MAILBOX_HEADER_BYTES : end].view(bits)
         assert slots.size == 3 * 2 * layout.MAILBOX_ROWS * HIDDEN
         assert (slots == 1 << (8 * dtype.itemsize - 1)).all()
         words = region[: layout.MAILBOX_HEADER_BYTES].view(np.int32)
         header = {name: int(words[i]) for name, i in layout.MAILBOX_WORDS.items()}
         assert header == {
             **{"rank": rank, "ranks": 2, "hidden": HIDDEN, "channel_bytes": dtype.itemsize, "timeout_ms": 2500},
-            **{"generation": 0, "fault": 0, "arrived": 0},
+            **{"generation": 0, "fault": 0, "arrived": 0, "sampling_generation": 0},
         }
         assert words.sum() == sum(header.values())
         box._own = 0
@@ -177,7 +181,7 @@ def test_close_frees_nothing_that_a_peer_still_maps() -> None:
     ("fault", "message"),
     [
         (layout.MAILBOX_SILENT_RANK + 1, "rank 0: rank 1 sent nothing for 2.5 s"),
-        (layout.MAILBOX_MISFIT, "rank 0: the all-reduce was called with other channels"),
+        (layout.MAILBOX_MISFIT, "rank 0: an operation was called with other channels"),
     ],
 )
 def test_a_fault_that_a_kernel_noted_becomes_an_error(fault: int, message: str) -> None:
@@ -199,7 +203,8 @@ def test_a_fault_that_a_kernel_noted_becomes_an_error(fault: int, message: str) 
 
 def test_sizes_beyond_32_bits_are_counted() -> None:
     """TP-6."""
-    assert region_bytes(8, 131072, torch.float32) == 128 + 3 * 8 * 256 * 131072 * 4 > 2**31
+    sampling = 2 * 8 * 64 * 8 * 8
+    assert region_bytes(8, 131072, torch.float32) == 128 + 3 * 8 * 256 * 131072 * 4 + sampling > 2**31
 
 
 def test_peer_memory_without_a_gpu_is_refused() -> None:

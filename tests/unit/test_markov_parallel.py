@@ -24,16 +24,19 @@ from dspark_trt.builder.model.markov_parallel import (
     owned_requests,
     plan_loops,
     split_by_requests,
-    split_by_vocabulary,
     vocabulary_shard,
 )
 from dspark_trt.builder.network import load_network
+from dspark_trt.plugins.collective import collective_scope
+from dspark_trt.plugins.markov_sampling_sharded import MARKOV_SAMPLING_SHARDED
+from dspark_trt.plugins.op import OpError
 from torch import Tensor
 
 from tests.configs import TinyCheckpoint, draft_rings
 from tests.markov_examples import RELEASED, R, V, drawn_kinds, equal, head_of, inputs, operation
 from tests.oracle.comparison import two_steps
 from tests.oracle.lockstep import run_ranks
+from tests.thread_ranks import on_ranks
 
 modes = pytest.mark.parametrize("mode", ["greedy", "sampled", "sampled in float64"])
 
@@ -101,11 +104,11 @@ def test_the_choice_is_logged_once(tiny: Callable[..., TinyCheckpoint], caplog: 
 
 
 def test_shards_of_a_table() -> None:
-    """Equal parts, zeros behind the end, and no copy where there is nothing to add."""
+    """Parts of the table itself, fewer rows at its end, and a row of zeros where there is none."""
     table = torch.arange(10.0).view(5, 2)
     parts = [vocabulary_shard(table, 3, rank) for rank in range(3)]
-    assert torch.equal(torch.cat(parts)[:5], table) and torch.equal(torch.cat(parts)[5:], torch.zeros(1, 2))
-    assert parts[0].data_ptr() == table.data_ptr()
+    assert torch.equal(torch.cat(parts), table) and [len(part) for part in parts] == [2, 2, 1]
+    assert [part.data_ptr() - table.data_ptr() for part in parts] == [0, 16, 32]
     assert vocabulary_shard(table[:1], 2, 1).tolist() == [[0, 0]]
 
 
@@ -120,12 +123,39 @@ def test_maps_of_owners(requests: int, tp: int) -> None:
     assert torch.equal(owned.flatten()[gathered_rows(requests, tp)], torch.arange(requests))
 
 
-def shard_of(tensor: Tensor, tp: int, rank: int, dim: int) -> Tensor:
-    """A rank's part of the vocabulary; what is missing to a whole part is garbage that must not be seen."""
+def split_by_vocabulary(
+    shard: Tensor,
+    tables: tuple[Tensor, Tensor],
+    anchors: Tensor,
+    keys: Any,
+    tp: int,
+    rank: int,
+    *,
+    float64: bool = False,
+) -> Any:
+    """The operation on a rank's part of the base logits and, of ``tables``, on W1 and its part of W2."""
+    return MARKOV_SAMPLING_SHARDED(
+        shard,
+        anchors,
+        *tables,
+        *(keys or ()),
+        *([torch.zeros(tp, 2, dtype=torch.int32)] if tp > 1 else []),
+        block_size=shard.shape[1],
+        sampling=keys is not None,
+        float64_noise=float64 and keys is not None,
+        tp_size=tp,
+        rank=rank,
+    )
+
+
+def shard_of(tensor: Tensor, tp: int, rank: int, dim: int, *, padded: bool = True) -> Tensor:
+    """A rank's part of the vocabulary; what is missing to a whole part is garbage that must not be seen, or no row."""
     width = math.ceil(V / tp)
     missing = width * tp - V
+    if not padded and rank * width < V:
+        return tensor.narrow(dim, rank * width, min(width, V - rank * width))
     shape = [missing if d == dim % tensor.dim() else n for d, n in enumerate(tensor.shape)]
-    return torch.cat((tensor, torch.full(shape, 1e4)), dim).narrow(dim, rank * width, width)
+    return torch.cat((tensor, torch.full(shape, 1e4, dtype=tensor.dtype)), dim).narrow(dim, rank * width, width)
 
 
 def awkward(base: Tensor, tp: int) -> None:
@@ -143,7 +173,8 @@ def awkward(base: Tensor, tp: int) -> None:
 @modes
 @pytest.mark.parametrize("way", ["requests", "vocabulary"])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_split_loops_equal_the_whole(tp: int, way: str, mode: str) -> None:
+@pytest.mark.parametrize("padded", [True, False])
+def test_split_loops_equal_the_whole(tp: int, way: str, mode: str, padded: bool) -> None:
     """SMP-6, SMP-9: to the bit on every rank, for counts that do and do not split, also V = 23 on 2, 3 and 4 ranks."""
     head = head_of()
     head.head.weight[::3] = 0.0
@@ -164,12 +195,11 @@ def test_split_loops_equal_the_whole(tp: int, way: str, mode: str) -> None:
         def work(rank: int, base: Tensor = base, anchors: Tensor = anchors, used: Any = used, own: Any = own) -> Any:
             torch.manual_seed(rank)
             torch.rand(rank + 1)  # SMP-2: ranks are in different random states
-            shard = shard_of(base, tp, rank, 2)
+            shard = shard_of(base, tp, rank, 2, padded=padded)
             if way == "requests":
                 return split_by_requests(shard, V, own, tp_size=tp, rank=rank)
-            rows = shard_of(head.head.weight, tp, rank, 0)
-            place = {"tp_size": tp, "rank": rank, "float64_noise": float64}
-            found = split_by_vocabulary(shard, V, head.embed.weight, rows, anchors, used, **place)
+            tables = (head.embed.weight, shard_of(head.head.weight, tp, rank, 0, padded=padded))
+            found = split_by_vocabulary(shard, tables, anchors, used, tp, rank, float64=float64)
             return found[0], found[1].float().sum(-1)
 
         for found in run_ranks(tp, work):
@@ -188,10 +218,59 @@ def test_vocabulary_split_of_special_sizes() -> None:
             table = torch.zeros(2 * width, 1)
 
             def work(rank: int, padded: Tensor = padded, table: Tensor = table, v: int = vocab, w: int = width) -> Any:
-                shards = padded[..., rank * w : (rank + 1) * w], table[rank * w : (rank + 1) * w]
-                return split_by_vocabulary(shards[0], v, table, shards[1], torch.zeros(1).int(), tp_size=2, rank=rank)
+                part = slice(rank * w, (rank + 1) * w)
+                tables = (table[:v], table[part])
+                return split_by_vocabulary(padded[..., part], tables, torch.zeros(1).int(), None, 2, rank)
 
             assert [int(tokens) for tokens, _ in run_ranks(2, work)] == [winner] * 2
+
+
+def test_parts_that_are_not_the_rank_s_are_refused() -> None:
+    """Rows of another share would give every token another id."""
+    table, keys = torch.zeros(10, 4), None
+
+    def call(rows: int, tp: int, rank: int) -> Any:
+        return split_by_vocabulary(torch.zeros(1, 2, rows), (table, table[:rows]), torch.zeros(1).int(), keys, tp, rank)
+
+    for rows, tp, rank, message in (
+        (6, 2, 0, r"head has 6 rows, expected 5\.\.5 of 10 on rank 0 of 2"),
+        (2, 4, 2, r"head has 2 rows, expected 3\.\.3 of 10 on rank 2 of 4"),
+        (4, 4, 3, r"head has 4 rows, expected 1\.\.3 of 10 on rank 3 of 4"),
+        (5, 2, 2, r"rank is 2 of 2, expected 0\.\.1"),
+    ):
+        with pytest.raises(OpError, match=f"MarkovSamplingSharded: {message}"):
+            call(rows, tp, rank)
+    with pytest.raises(OpError, match="of 2 ranks has no body in ONNX; export MarkovSampling"):
+        values = {"block_size": 2, "sampling": False, "float64_noise": False, "tp_size": 2, "rank": 0}
+        MARKOV_SAMPLING_SHARDED.onnx_function(MARKOV_SAMPLING_SHARDED.attributes_type(**values), torch.float32)
+
+
+@pytest.mark.parametrize("requests", [1, 5])
+def test_an_all_to_all_is_used_where_there_is_one(requests: int) -> None:
+    """The logits go by it and nothing but tokens and confidence by the gather."""
+    base = inputs(0)[0][:requests]
+
+    def rank_main(communicator: Any) -> Any:
+        gathered, rank = [], communicator.rank
+
+        def all_gather(tensor: Tensor) -> Tensor:
+            gathered.append(tensor.numel())
+            return communicator.all_gather(tensor)
+
+        def all_to_all(tensor: Tensor) -> Tensor:
+            return communicator.all_gather(tensor)[:, rank]
+
+        def own_block(whole: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            assert whole.is_contiguous() and torch.equal(whole, base[rows])
+            return rows.int().unsqueeze(1).expand(-1, whole.shape[1]), whole.sum(-1)
+
+        with collective_scope(all_gather, all_to_all):
+            shard = shard_of(base, 2, rank, 2, padded=False)
+            return split_by_requests(shard, V, own_block, tp_size=2, rank=rank), gathered
+
+    for (tokens, confidence), gathered in on_ranks(2, rank_main):
+        assert torch.equal(tokens[:, 0], torch.arange(requests).int()) and torch.equal(confidence, base.sum(-1))
+        assert gathered == [-(-requests // 2) * 2 * base.shape[1]]
 
 
 # In the network -----------------------------------------------------------------------------------------

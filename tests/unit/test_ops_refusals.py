@@ -97,6 +97,7 @@ UNTIED = {
     "QuantizedLinear.scale rows": ("QuantizedLinear", 2, 0),
     "QuantizedLinear.scale columns": ("QuantizedLinear", 2, 1),
     "MhcCoefficients.fn columns": ("MhcCoefficients", 1, 1),
+    "MarkovSamplingSharded.head rows": ("MarkovSamplingSharded", 3, 0),
 }
 
 

@@ -30,7 +30,7 @@ class FakeMailbox:
         self.closed = True
 
 
-class FakeAllReduce:
+class FakeGroup:
     def __init__(self) -> None:
         self.closed, self.rows = False, 0
 
@@ -77,7 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(device_module, "load_library", lambda: None)
     monkeypatch.setattr(device_module, "SideStream", side)
     monkeypatch.setattr(device_module.Mailbox, "create", mailbox)
-    monkeypatch.setattr(device_module, "stock_all_reduce", lambda communicator, device: FakeAllReduce())
+    monkeypatch.setattr(device_module, "open_group", lambda communicator, device: FakeGroup())
     return state
 
 
@@ -113,10 +113,19 @@ def boundary(platform: Platform, rows: int) -> Tensor:
 
 def test_small_calls_need_the_mailbox_alone(root: Path, gpus: dict[str, Any]) -> None:
     for platform in platforms(engines(root, max_input_len=256)):
-        assert platform.mailbox and platform.all_reduce is None
+        assert platform.mailbox and platform.group is None
         assert boundary(platform, 256)[0, 0, 0] == 1.0
         with pytest.raises(RuntimeError, match="which no call of these engines should need"):
             boundary(platform, 257)
+
+
+def test_sampling_split_by_requests_needs_nccl(root: Path, gpus: dict[str, Any]) -> None:
+    """However small the calls are; by vocabulary it exchanges through the mailbox."""
+    for platform in platforms(engines(root, max_input_len=256, request_split_from=2)):
+        assert platform.mailbox and platform.group
+        assert boundary(platform, 256)[0, 0, 0] == 1.0
+    for platform in platforms(engines(root, max_input_len=256, vocabulary_split_from=2)):
+        assert platform.mailbox and platform.group is None
 
 
 def test_large_calls_take_nccl_and_small_ones_the_mailbox(
@@ -125,10 +134,10 @@ def test_large_calls_take_nccl_and_small_ones_the_mailbox(
     with caplog.at_level(logging.WARNING, logger="dspark_trt"):
         found = platforms(engines(root))
     for platform in found:
-        assert platform.mailbox and platform.all_reduce
+        assert platform.mailbox and platform.group
         assert boundary(platform, 256)[0, 0, 0] == 1.0
         assert boundary(platform, 257)[0, 0, 0] == 2.0
-        assert platform.all_reduce.rows == 257  # type: ignore[attr-defined]
+        assert platform.group.rows == 257  # type: ignore[attr-defined]
     assert {rank for side in gpus["sides"] for rank in side.ranks_of_boundaries} == {1, 2}
     (said,) = [record.getMessage() for record in caplog.records]  # rank 0 alone
     assert said.endswith("1024 rows are more than the 256 of the mailbox")
@@ -145,14 +154,14 @@ def test_without_a_mailbox_everything_takes_nccl(root: Path, gpus: dict[str, Any
 def test_what_was_opened_is_closed(root: Path, gpus: dict[str, Any]) -> None:
     for platform in platforms(engines(root)):
         platform.close()
-        assert platform.mailbox.closed and platform.all_reduce.closed  # type: ignore[union-attr]
+        assert platform.mailbox.closed and platform.group.closed  # type: ignore[union-attr]
 
 
 def test_one_rank_needs_neither(root: Path, gpus: dict[str, Any]) -> None:
     for side_stream in (True, False):
         options = {"side_stream": side_stream, "peer_timeout_s": 1}
         platform = open_platform(engines(root, 1), SingleProcess(), GPU, **options)  # type: ignore[arg-type]
-        assert platform.mailbox is platform.all_reduce is None
+        assert platform.mailbox is platform.group is None
 
 
 def test_engines_have_the_mailbox_or_nothing(root: Path, gpus: dict[str, Any]) -> None:
