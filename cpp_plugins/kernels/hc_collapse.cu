@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kStreams; ++i) parts[i] = load(source + static_cast<int64_t>(i) * width);
     const float4 weights = *reinterpret_cast<const float4*>(pre + row * kStreams);
+    __syncwarp();  // or the compiler moves two of the loads behind the first products
     Vector<T> result;
 #pragma unroll
     for (int v = 0; v < kSize; ++v) {
