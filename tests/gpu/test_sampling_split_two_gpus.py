@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -14,14 +12,14 @@ from dspark_trt.builder.model.markov_parallel import split_by_requests, vocabula
 from dspark_trt.plugins.collective import collective_scope
 from dspark_trt.plugins.kernels import kernel_scope
 from dspark_trt.plugins.markov_sampling import MARKOV_SAMPLING
-from dspark_trt.runtime_py.mailbox import Mailbox, MailboxError
+from dspark_trt.runtime_py.mailbox import Mailbox
 from dspark_trt.runtime_py.requests import Statistics
 from dspark_trt.runtime_py.stock import DistributedGroup
 from torch import Tensor
 
 from tests import greedy_reference
 from tests.gpu.sampling_cases import MODES, Case, attributes, awkward, example
-from tests.gpu.two_ranks import RANKS, Report, StoreCommunicator, run_ranks
+from tests.gpu.two_ranks import RANKS, Report, StoreCommunicator, check_survivor, lose_a_peer, run_ranks
 from tests.mpi_jobs import run_job
 from tests.placeholder_engines import make_engines
 
@@ -155,32 +153,13 @@ def _lose_a_peer(communicator: StoreCommunicator, seed: int) -> Report:
     for case in cases:
         case.split.run()
         case.check()
-    communicator.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    try:
-        for case in cases:
-            case.split.launch()
-        torch.cuda.synchronize()
-        box.check()
-        message = ""
-    except MailboxError as error:
-        message = str(error)
-    except RuntimeError as error:
-        # A driver may take the mapping away with the process that owned it.
-        message = f"CUDA: {error}"
-    box._own = 0  # close() would wait for the dead
-    return message, time.monotonic() - start
+    return lose_a_peer(communicator, box, [case.split.launch for case in cases])
 
 
 @pytest.mark.timeout(120)
 def test_a_killed_rank_ends_the_other_in_bounded_time(seed: int) -> None:
     """TP-11: three calls wait once, not three times."""
-    message, seconds = run_ranks(_lose_a_peer, seed, 90, survivors=1)[0]
-    print(message)
-    assert "rank 0: rank 1 sent nothing for 1.5 s" in message or message.startswith("CUDA: ")
-    assert seconds < 6
+    check_survivor(_lose_a_peer, seed)
 
 
 @pytest.mark.timeout(300)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dspark_trt.runtime_py.mailbox import Mailbox, MailboxError
 
 RANKS = 2
 Report = Any
@@ -73,3 +76,32 @@ def run_ranks(work: Callable[..., Report], seed: int, timeout_s: float, survivor
                 process.kill()
             process.join()
     return results
+
+
+def lose_a_peer(communicator: StoreCommunicator, box: Mailbox, launches: Sequence[Callable[[], None]]) -> Report:
+    """Rank 1 is killed; what rank 0 then hears when it enqueues ``launches``, and in how many seconds."""
+    communicator.barrier()
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        for launch in launches:
+            launch()
+        torch.cuda.synchronize()
+        box.check()
+        message = ""
+    except MailboxError as error:
+        message = str(error)
+    except RuntimeError as error:
+        # A driver may take the mapping away with the process that owned it.
+        message = f"CUDA: {error}"
+    box._own = 0  # close() would wait for the dead
+    return message, time.monotonic() - start
+
+
+def check_survivor(work: Callable[..., Report], seed: int) -> None:
+    """Of ``work``, which ends in :func:`lose_a_peer` with a timeout of 1.5 s: rank 0 hears of it, and soon."""
+    message, seconds = run_ranks(work, seed, 90, survivors=1)[0]
+    print(message)
+    assert "rank 0: rank 1 sent nothing for 1.5 s" in message or message.startswith("CUDA: ")
+    assert seconds < 6
