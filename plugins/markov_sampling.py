@@ -34,12 +34,18 @@ _SPLIT = 2.0**20 + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attributes:
+class LoopAttributes:
+    """What the whole loop and its part on one rank have in common."""
+
     block_size: int
     sampling: bool
     """False: greedy, without the temperature and seed inputs."""
     float64_noise: bool
     """Of a sampling call: noise and comparison in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributes(LoopAttributes):
     write_logits: bool
     """Whether there is the output ``corrected_logits``."""
 
@@ -57,6 +63,26 @@ class Sampler(Protocol):
         ...
 
 
+KEYS = (
+    TensorSpec("positions", "int32", ("requests",), when=("sampling", 0)),
+    TensorSpec("temperature", "float32", ("requests",), when=("sampling", 0)),
+    TensorSpec("seeds", "int32", ("requests", 2), when=("sampling", 0)),
+)
+"""Inputs of a sampling loop that its noise is keyed by."""
+CHOICES = (
+    TensorSpec("draft_tokens", "int32", ("requests", "block_size")),
+    TensorSpec("features", "T", ("requests", "block_size", "R")),
+)
+"""Outputs of every loop."""
+
+
+def noise_problem(attributes: LoopAttributes, vocab: Any) -> str:
+    """What is wrong with a loop's noise for ``vocab`` tokens, or ""; a traced size is not known yet."""
+    if attributes.float64_noise and isinstance(vocab, int) and vocab > FLOAT64_MAX_VOCAB:
+        return f"float64 noise takes up to {FLOAT64_MAX_VOCAB} tokens, V is {vocab}"
+    return ""
+
+
 class MarkovSampling(Op):
     name = "MarkovSampling"
     attributes_type = Attributes
@@ -65,21 +91,15 @@ class MarkovSampling(Op):
         TensorSpec("anchor_ids", "int32", ("requests",)),
         TensorSpec("embed", "T", ("V", "R")),
         TensorSpec("head", "T", ("V", "R")),
-        TensorSpec("positions", "int32", ("requests",), when=("sampling", 0)),
-        TensorSpec("temperature", "float32", ("requests",), when=("sampling", 0)),
-        TensorSpec("seeds", "int32", ("requests", 2), when=("sampling", 0)),
+        *KEYS,
     )
     all_outputs = (
-        TensorSpec("draft_tokens", "int32", ("requests", "block_size")),
-        TensorSpec("features", "T", ("requests", "block_size", "R")),
+        *CHOICES,
         TensorSpec("corrected_logits", "float32", ("requests", "block_size", "V"), when=("write_logits", 0)),
     )
 
     def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
-        vocab = sizes["V"]
-        if attributes.float64_noise and isinstance(vocab, int) and vocab > FLOAT64_MAX_VOCAB:
-            return f"float64 noise takes up to {FLOAT64_MAX_VOCAB} tokens, V is {vocab}"
-        return ""
+        return noise_problem(attributes, sizes["V"])
 
     def reference(
         self,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .collective import gather_ranks
-from .markov_sampling import DRAFT_SALT, FLOAT64_MAX_VOCAB, MARKOV_SAMPLING, noisy_scores
+from .markov_sampling import CHOICES, DRAFT_SALT, KEYS, MARKOV_SAMPLING, LoopAttributes, noise_problem, noisy_scores
 from .numerics import first_argmax, matmul
 from .op import Op, OpError, TensorSpec
 
@@ -37,12 +37,7 @@ def exchange_bytes(ranks: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attributes:
-    block_size: int
-    sampling: bool
-    """False: greedy, without the temperature and seed inputs."""
-    float64_noise: bool
-    """Of a sampling call: noise and comparison in float64."""
+class Attributes(LoopAttributes):
     tp_size: int
     rank: int
     """Whose rows ``head`` holds."""
@@ -56,15 +51,10 @@ class MarkovSamplingSharded(Op):
         TensorSpec("anchor_ids", "int32", ("requests",)),
         TensorSpec("embed", "T", ("V", "R")),
         TensorSpec("head", "T", ("L", "R")),
-        TensorSpec("positions", "int32", ("requests",), when=("sampling", 0)),
-        TensorSpec("temperature", "float32", ("requests",), when=("sampling", 0)),
-        TensorSpec("seeds", "int32", ("requests", 2), when=("sampling", 0)),
+        *KEYS,
         TensorSpec("mailbox", "int32", ("P", 2), when=("tp_size", 1), addresses=True),
     )
-    all_outputs = (
-        TensorSpec("draft_tokens", "int32", ("requests", "block_size")),
-        TensorSpec("features", "T", ("requests", "block_size", "R")),
-    )
+    all_outputs = CHOICES
 
     def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
         vocab, rows, rank, ranks = sizes["V"], sizes["L"], attributes.rank, attributes.tp_size
@@ -75,9 +65,7 @@ class MarkovSamplingSharded(Op):
             least = min(max(vocab - rank * width, 1), width)
             if not least <= rows <= width:
                 return f"head has {rows} rows, expected {least}..{width} of {vocab} on rank {rank} of {ranks}"
-        if attributes.float64_noise and isinstance(vocab, int) and vocab > FLOAT64_MAX_VOCAB:
-            return f"float64 noise takes up to {FLOAT64_MAX_VOCAB} tokens, V is {vocab}"
-        return ""
+        return noise_problem(attributes, vocab)
 
     def reference(
         self,

@@ -11,7 +11,7 @@ position, and the token in front of slot i, and so its bias and its noise, are t
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ class DraftModel(nn.Module):
         corrected: Tensor | None = None
         if self.plain_sampling:
             wanted = self.sampling or self.context.probing
-            tokens, features, *written = self._operation(last, base_logits, anchor_ids, keys, write_logits=wanted)
+            tokens, features, *written = self._whole_loop(last, base_logits, anchor_ids, keys, write_logits=wanted)
             corrected = written[0] if wanted else None
         else:
             normed = last.norm(hidden)
@@ -213,39 +213,28 @@ class DraftModel(nn.Module):
 
             def own_block(whole: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
                 own_keys = cast("Keys", tuple(key[rows] for key in keys)) if keys else None
-                tokens, features = self._operation(last, whole, anchor_ids[rows], own_keys, write_logits=False)
+                tokens, features = self._whole_loop(last, whole, anchor_ids[rows], own_keys, write_logits=False)
                 return tokens, last.confidence_head(hidden[rows], features)
 
             return split_by_requests(base_logits, vocab, own_block, **place)
-        tokens, features = MARKOV_SAMPLING_SHARDED(
-            base_logits,
-            anchor_ids,
-            last.markov_head.embed.weight,
-            vocabulary_shard(last.markov_head.head.weight, **place),
-            *(keys or ()),
-            *(() if mailbox is None else (mailbox,)),
-            block_size=self.config.block_size,
-            sampling=keys is not None,
-            float64_noise=keys is not None and self.markov.float64_noise,
-            **place,
-        )
+        tables = last.markov_head.embed.weight, vocabulary_shard(last.markov_head.head.weight, **place)
+        inputs = base_logits, anchor_ids, *tables, *(keys or ()), *(() if mailbox is None else (mailbox,))
+        tokens, features = MARKOV_SAMPLING_SHARDED(*inputs, **self._loop_attributes(keys), **place)
         return tokens, last.confidence_head(hidden, features)
 
     def _logits(self, last: Stage, hidden: Tensor, table: Tensor) -> Tensor:
         return logits(hidden.flatten(0, 1), last.norm, table).unflatten(0, (-1, self.config.block_size))
 
-    def _operation(
+    def _whole_loop(
         self, last: Stage, base_logits: Tensor, anchor_ids: Tensor, keys: Keys | None, *, write_logits: bool
     ) -> tuple[Tensor, ...]:
-        tables = (last.markov_head.embed.weight, last.markov_head.head.weight)
-        outputs: tuple[Tensor, ...] = MARKOV_SAMPLING(
-            base_logits,
-            anchor_ids,
-            *tables,
-            *(keys or ()),
-            block_size=self.config.block_size,
-            sampling=keys is not None,
-            float64_noise=keys is not None and self.markov.float64_noise,
-            write_logits=write_logits,
-        )
+        tables = last.markov_head.embed.weight, last.markov_head.head.weight
+        inputs = base_logits, anchor_ids, *tables, *(keys or ())
+        outputs: tuple[Tensor, ...] = MARKOV_SAMPLING(*inputs, **self._loop_attributes(keys), write_logits=write_logits)
         return outputs
+
+    def _loop_attributes(self, keys: Keys | None) -> dict[str, Any]:
+        """What the whole loop and its part on one rank are told alike."""
+        sampling = keys is not None
+        wide = sampling and self.markov.float64_noise
+        return {"block_size": self.config.block_size, "sampling": sampling, "float64_noise": wide}
