@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,29 +62,28 @@ def decode_on_cpu(engines: Path, count: int, tokens: int) -> list[list[int]]:
     return [completion.token_ids for completion in done]
 
 
+@dataclass(frozen=True)
 class ForcingVerifier(Verifier):
     """Makes requests emit given tokens, and keeps the logits that they would have been chosen from."""
 
-    def __init__(self, tokens: Sequence[Sequence[int]]):
-        super().__init__()
-        object.__setattr__(self, "tokens", tokens)  # a Verifier is frozen
-        object.__setattr__(self, "logits", [[] for _ in tokens])
+    tokens: Sequence[Sequence[int]] = ()
+    logits: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Of a request's index, a row for each token."""
 
     def __call__(self, requests: Sequence[Request], logits: Tensor, draft_logits: Tensor | None) -> Verdict:
         for request, row in zip(requests, logits, strict=True):
-            self.logits[request.index].append(row.cpu().clone())  # type: ignore[attr-defined]
-        bonus = [self.tokens[r.index][len(r.output)] for r in requests]  # type: ignore[attr-defined]
-        return Verdict([0] * len(requests), bonus)
+            self.logits[request.index].append(row.cpu().clone())
+        return Verdict([0] * len(requests), [self.tokens[r.index][len(r.output)] for r in requests])
 
 
 def forced_logits(
     engines: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], device: DeviceChoice
 ) -> Tensor:
     """The target's logits [P, T, V] float32 at every one of P times T given ``tokens`` behind P prompts."""
-    verifier, count = ForcingVerifier(tokens), len(tokens[0])
+    verifier, count = ForcingVerifier(tokens=tokens), len(tokens[0])
     with Decoder.from_dir(engines, speculative=False, device=device, verifier=verifier) as decoder:
         decoder.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
-    return torch.stack([torch.stack(rows) for rows in verifier.logits])  # type: ignore[attr-defined]
+    return torch.stack([torch.stack(verifier.logits[index]) for index in range(len(tokens))])
 
 
 def quantiles(difference: Tensor) -> dict[str, float]:

@@ -9,11 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
 
-packages=$(mktemp -d)
-trap 'rm -rf "$packages"' EXIT
-mkdir "$packages/dspark_trt"
-for folder in builder plugins runtime_py; do ln -s "$PWD/$folder" "$packages/dspark_trt/$folder"; done
-export PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2
+source tests/link_packages.sh
+export OMP_NUM_THREADS=2
 
 # Test file, and which of its tests: enough for every kernel, few enough for tools that slow them down a hundredfold.
 selections=(

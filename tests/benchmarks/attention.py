@@ -18,14 +18,12 @@ from dspark_trt.plugins.draft_attention import DRAFT_ATTENTION
 from dspark_trt.plugins.target_attention import TARGET_ATTENTION
 from torch import Tensor
 
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, time_graph
+from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, peer_sets, time_graph
 from tests.gpu.kernel_call import KernelCall
 
 HEADS, DIM, WINDOW, BLOCK = 64, 512, 128, 5
 REQUESTS = (1, 2, 4, 8)
 CACHE: dict[str, Any] = {"rope_dims": 64, "rope_theta": 1e4, "quant_width": 512, "quant_group": 32, "head_dim": DIM}
-EAGER_SETS = 24
-"""Eager torch is bound by launches, not by the cache."""
 Launch = Callable[[], Any]
 
 
@@ -141,7 +139,7 @@ def main() -> None:
                 functions["torch.compile"] = torch.compile(expression, dynamic=False)
             beside = {
                 peer: time_sets(
-                    lambda one, f=f: lambda: f(*one), inputs, cache, min(sets, EAGER_SETS), replays // 5
+                    lambda one, f=f: lambda: f(*one), inputs, cache, peer_sets(peer, sets), replays // 5
                 ).median_us
                 for peer, f in functions.items()
             }

@@ -27,6 +27,7 @@ READ_BYTES_PER_US = 4.53e6
 COLD_BYTES = 150e6
 """Bytes that pass between two uses of a buffer; the L2 of an H200 holds 60 MB."""
 WARM_CALLS = 40
+EAGER_SETS = 24
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ def time_sets(
 def cold_sets(set_bytes: int, most: int = 200) -> int:
     """How many buffer sets keep a call's data out of the cache; at ``most``, so tiny calls stay partly warm."""
     return max(3, min(most, -(-int(COLD_BYTES) // set_bytes)))
+
+
+def peer_sets(peer: str, sets: int) -> int:
+    """How many of ``sets`` buffer sets a peer is timed over; eager torch is bound by launches, not by the cache."""
+    return min(sets, EAGER_SETS) if peer == "torch eager" else sets
 
 
 @dataclass

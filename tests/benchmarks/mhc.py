@@ -20,15 +20,13 @@ from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from torch import Tensor
 
 from tests.benchmarks import mhc_peers as peers
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, time_graph
+from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, peer_sets, time_graph
 from tests.gpu.kernel_call import KernelCall
 from tests.op_examples import UNQUANTIZED
 
 HIDDEN = 5120
 ROWS = (1, 5, 10, 20, 40, 80)
 COMPILED_ROWS = (5, 80)
-EAGER_SETS = 24
-"""Eager torch is bound by launches, not by the cache."""
 Launch = Callable[[], Any]
 
 
@@ -137,11 +135,10 @@ def one_gpu(report: Report, quick: bool) -> None:
             assert_same(f"{name}, simple Triton", ours.outputs, outputs)
             for cache in ("cold", "warm"):
                 sets = cold_sets(moved_bytes(ours)) if cache == "cold" else 1
-                few = min(sets, EAGER_SETS)
                 timing = time_sets(lambda one, make=make: make(one).launch, inputs, sets, replays)
                 beside = {
                     peer: time_sets(
-                        lambda one, f=f: lambda: f(*one), inputs, few if peer == "torch eager" else sets, replays // 5
+                        lambda one, f=f: lambda: f(*one), inputs, peer_sets(peer, sets), replays // 5
                     ).median_us
                     for peer, f in functions.items()
                 }
