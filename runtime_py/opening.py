@@ -85,6 +85,8 @@ def open_decoder(
     told = progress or Progress()
     place = rank_device(communicator, device)
     api = choose_executor(directory, communicator, place, backend).api
+    if sampler and api:
+        raise RequestError(f"{engine_dir}: engines choose drafts themselves and ask no sampler; pass --backend torch")
     platform, stream = Platform(place), None
     if place.type == "cuda":
         told.enqueued("connection of the ranks' GPUs")
@@ -95,8 +97,6 @@ def open_decoder(
                 directory, communicator, place, side_stream=side_stream, peer_timeout_s=peer_timeout_s
             )
         stream = torch.cuda.Stream(place)
-    if sampler and api:
-        raise RequestError(f"{engine_dir}: engines choose drafts themselves and ask no sampler; pass --backend torch")
     rows = directory.draft.block_size + 1
     if communicator.size > 1 and communicator.rank == 0 and (problem := low_batch_problem(request_counts or (), rows)):
         logger.warning("%s", problem)
