@@ -81,17 +81,21 @@ def _compare_run(
             if isinstance(difference, str):
                 problem = f"iteration {i}: {difference}"
                 break
-            absolute, relative = max(absolute, difference[0]), max(relative, difference[1])
+            largest, rows = difference
+            share = float(rows.max())
+            absolute, relative = max(absolute, largest), max(relative, share)
             allowed = limit if _is_float(wanted[name]) else 0.0
-            if difference[1] > allowed:
-                problem = problem or f"iteration {i}: differs by {difference[1]:.1e}, limit {allowed:.1e}"
+            if share > allowed:
+                where = f"in {int((rows > allowed).sum())} of {rows.size} rows"
+                problem = problem or f"iteration {i}: differs by {share:.1e}, limit {allowed:.1e}, {where}"
         yield OutputResult(runner, name, absolute, relative, allowed, problem)
 
 
-def compare_arrays(found: Any, wanted: Any) -> tuple[float, float] | str:
-    """Largest difference, absolute and as a share of ``wanted``'s largest magnitude; or what forbids it.
+def compare_arrays(found: Any, wanted: Any) -> tuple[float, np.ndarray] | str:
+    """Largest difference, and that of each row as a share of ``wanted``'s largest magnitude; or what forbids it.
 
-    NaN and infinities must be at the same places with the same sign; the finite values are compared.
+    Rows are along the last dimension. NaN and infinities must be at the same places with the same sign; the
+    finite values are compared.
     """
     (ours_dtype, ours), (dtype, theirs) = as_numpy(found), as_numpy(wanted)
     if ours_dtype != dtype:
@@ -104,11 +108,10 @@ def compare_arrays(found: Any, wanted: Any) -> tuple[float, float] | str:
         if count := int((test(ours) != test(theirs)).sum()):
             return f"{name} at other places ({count} of {theirs.size} elements)"
     finite = np.isfinite(theirs)
-    if not finite.any():
-        return 0.0, 0.0
-    difference = float(np.abs(ours[finite] - theirs[finite]).max())
-    largest = float(np.abs(theirs[finite]).max())
-    return difference, difference / largest if largest else difference
+    difference = np.abs(np.subtract(ours, theirs, out=np.zeros_like(theirs), where=finite))
+    largest = np.abs(theirs).max(where=finite, initial=0.0)
+    rows = difference.reshape(-1, theirs.shape[-1] if theirs.ndim else 1).max(axis=1)
+    return float(rows.max()), rows / (largest or 1.0)
 
 
 def _is_float(value: Any) -> bool:

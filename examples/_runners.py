@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
 from torch import Tensor
 
+MAILBOX = "mailbox"
 Feed = OrderedDict[str, Any]
 """Input name -> numpy array, or torch tensor for bfloat16, which numpy has not."""
 
@@ -59,31 +61,54 @@ class RecordingSession:
     def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         if len(self.feeds) < self.calls:
             # A mailbox is the session's own; the references gather without it, but the graph names it.
-            empty = {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in self.io.inputs if i.name == "mailbox"}
+            empty = {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in self.io.inputs if i.name == MAILBOX}
             self.feeds.append(OrderedDict((n, to_feed(t.clone())) for n, t in {**inputs, **empty}.items()))
         self.session.run(inputs, outputs)
 
 
 class SessionRunner(BaseRunner):
-    """A session of the runtime as a Polygraphy runner; its caches are copied, not updated in place."""
+    """A session of the runtime as a Polygraphy runner; its caches are copied, not updated in place.
 
-    def __init__(self, session: Session, name: str):
+    Args:
+        device: where the session takes its tensors; feeds and results are on the CPU.
+        check: raises if what the session computed is void; asked after every call.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        device: torch.device | str = "cpu",
+        check: Callable[[], None] = lambda: None,
+    ):
         super().__init__(name=name)
-        self.session = session
+        self.session, self.check, self.device = session, check, torch.device(device)
+        # TensorRT wants a stream that is not the default one.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return input_metadata(self.session.io)
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> dict[str, Any]:
         io = self.session.io
-        inputs = {name: to_tensor(value).clone() for name, value in feed_dict.items()}
-        shapes = self.session.infer_shapes({name: tuple(t.shape) for name, t in inputs.items()})
-        outputs = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in shapes.items()}
-        outputs |= {output: inputs[source] for output, source in io.aliases.items()}
-        started = time.perf_counter()
-        self.session.run(inputs, outputs)
-        self.inference_time = time.perf_counter() - started
-        return OrderedDict((info.name, to_feed(outputs[info.name])) for info in io.outputs)
+        # The mailbox of a feed stands for the graph's input; a session has its own.
+        feed = {name: to_tensor(value) for name, value in feed_dict.items() if name != MAILBOX}
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            inputs = {name: tensor.to(self.device, copy=True) for name, tensor in feed.items()}
+            shapes = self.session.infer_shapes({name: tuple(t.shape) for name, t in inputs.items()})
+            outputs = {n: torch.empty(i.shape, dtype=i.dtype, device=self.device) for n, i in shapes.items()}
+            outputs |= {output: inputs[source] for output, source in io.aliases.items()}
+            self._synchronize()
+            started = time.perf_counter()
+            self.session.run(inputs, outputs)
+            self._synchronize()
+            self.inference_time = time.perf_counter() - started
+        self.check()
+        return OrderedDict((info.name, to_feed(outputs[info.name].cpu())) for info in io.outputs)
+
+    def _synchronize(self) -> None:
+        if self.stream:
+            self.stream.synchronize()
 
 
 class PluginReferenceRunner(BaseRunner):

@@ -67,7 +67,7 @@ def test_token_ids_one_apart(wanted: int, found: int) -> None:
     """CMP-1: default tolerances take 100000 and 100001 as equal."""
     assert problems(ids(7, wanted), ids(7, wanted)) == [None]
     assert problems(ids(7, wanted), ids(7, found)) == [
-        f"iteration 0: differs by {1 / max(7, wanted):.1e}, limit 0.0e+00"
+        f"iteration 0: differs by {1 / max(7, wanted):.1e}, limit 0.0e+00, in 1 of 1 rows"
     ]
 
 
@@ -105,7 +105,7 @@ def test_every_runner_and_iteration_counts() -> None:
         results([good, good], [good, good], [good, bad], [bad, good]), {f"other{i}": LIMIT for i in (1, 2, 3)}
     )
     assert [row.passed for row in rows] == [True, False, False]
-    assert rows[1].problem == "iteration 1: differs by 5.0e-01, limit 1.0e-05"
+    assert rows[1].problem == "iteration 1: differs by 5.0e-01, limit 1.0e-05, in 1 of 1 rows"
     assert rows[1].max_absolute == 1.0
 
 
@@ -118,7 +118,7 @@ def test_every_runner_and_iteration_counts() -> None:
         ([1, NOTHING, 3, -np.inf, 4], "+inf at other places (1 of 5 elements)"),
         ([1, NOTHING, np.inf, np.inf, 4], "+inf at other places (1 of 5 elements)"),
         ([1, NOTHING, np.inf, -3e38, 4], "-inf at other places (1 of 5 elements)"),
-        ([1, NOTHING, np.inf, -np.inf, 4.1], "differs by 2.5e-02, limit 1.0e-05"),
+        ([1, NOTHING, np.inf, -np.inf, 4.1], "differs by 2.5e-02, limit 1.0e-05, in 1 of 1 rows"),
     ],
 )
 def test_masked_values(found: list[float], problem: str | None) -> None:
@@ -164,6 +164,15 @@ def test_a_limit_is_a_share_of_the_largest_value() -> None:
     assert problems(floats(1000, 0.001), floats(1000, 0.002)) == [None]
     assert problems(floats(1000, 0.001), floats(1000, 0.1)) != [None]
     assert problems(floats(0, 0), floats(0, 2e-5)) != [None]
+
+
+def test_the_rows_beyond_the_limit_are_counted() -> None:
+    """CMP-6: one row at another expert, and a kernel that is off everywhere, may have the same largest difference."""
+    wanted = np.arange(1, 25, dtype=np.float32).reshape(2, 3, 4)
+    one = wanted.copy()
+    one[1, 2, 0] += 12
+    assert problems(wanted, one) == ["iteration 0: differs by 5.0e-01, limit 1.0e-05, in 1 of 6 rows"]
+    assert problems(wanted, wanted + 12) == ["iteration 0: differs by 5.0e-01, limit 1.0e-05, in 6 of 6 rows"]
 
 
 # --------------------------------------------------------------------------------- data and runners
