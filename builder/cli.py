@@ -85,7 +85,8 @@ class Build:
     product: Literal["tensorrt", "tensorrt_rtx"] | None = None
     """TensorRT product; left out, enterprise TensorRT where it is installed with a GPU, else TensorRT-RTX."""
     workers: int = 1
-    """Engines to build at the same time, each in a process of its own."""
+    """Engines to build at the same time, each in a process of its own. With enterprise TensorRT the other ranks' builds
+    wait for rank 0's, and start from what that has timed."""
     dry_run: bool = False
     """Print shapes, sizes, memory and time to expect, and write nothing."""
     log_level: LogLevel = "info"

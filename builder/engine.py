@@ -32,7 +32,7 @@ from ..plugins.tensorrt_api import EngineBuildError, EngineOptions, ParsedNetwor
 from ..plugins.trt_plugin import PluginFailures, registered_creators
 from .config import ConfigError, DraftConfig, ModelConfig, Numerics, check_draft_length
 from .onnx_lowering import OPSET as OPSET_OF_TENSORRT_8
-from .onnx_lowering import lower_to_opset17
+from .onnx_lowering import add_activations, lower_to_opset17
 
 if TYPE_CHECKING:
     from .network import TensorInfo
@@ -188,6 +188,8 @@ def build_engine(
     plugin = lowering is Lowering.PLUGIN
     if plugin:
         _name_plugins(model, versions)
+        if api.is_8:
+            add_activations(model)
     else:
         # Inlined here because TensorRT ignores overloads: of two functions of one name it takes the first.
         model = onnx.inliner.inline_local_functions(model)

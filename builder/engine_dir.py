@@ -11,13 +11,14 @@ It is written beside its final place and renamed when complete, so a directory o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -203,15 +204,22 @@ def build_engine_dir(
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()
     with _new_directory(output) as partial:
-        jobs = [(kind, rank) for rank in range(source.tp_size) for kind in network_kinds(source)]
         for kind in network_kinds(source):
             (partial / kind).mkdir()
-        each = partial, shards, source, build
-        if workers > 1:
-            built = _build_in_workers(jobs, each, api.product, on_phase, workers)
-        else:
-            built = [_build_file(*each, kind, rank, api, on_phase) for kind, rank in jobs]
-        for (kind, rank), (entry, names) in zip(jobs, built, strict=True):
+        with tempfile.TemporaryDirectory(dir=partial) as timing:
+            jobs = [
+                Job(kind, rank, partial, shards, source, _with_timing_cache(build, api, Path(timing) / kind, rank))
+                for rank in range(source.tp_size)
+                for kind in network_kinds(source)
+            ]
+            if workers > 1:
+                built = _build_in_workers(jobs, api, on_phase, workers)
+            else:
+                built = {job.name: _build_file(job, api, on_phase) for job in jobs}
+            if build.options.output_timing_cache and not api.is_rtx:
+                caches = [(Path(timing) / kind).read_bytes() for kind in network_kinds(source)]
+                build.options.output_timing_cache.write_bytes(api.combined_timing_caches(caches))
+        for (kind, rank), (entry, names) in built.items():
             files[engine_file_name(kind, rank)] = entry
             plugins |= names
         (partial / WEIGHTS).mkdir()
@@ -263,84 +271,98 @@ Built = tuple[dict[str, Any], set[str]]
 """What the directory says of a plan's file, and the plugins in it."""
 
 
-def _build_file(
-    directory: Path,
-    shards: Path,
-    source: ShardConfig,
-    build: BuildConfig,
-    kind: Kind,
-    rank: int,
-    api: TensorRT,
-    on_phase: Callable[[str], None],
-) -> Built:
-    """Build one network of one rank into its file."""
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        plan, names = _build_one(shards, source, build, kind, rank, Path(scratch), api, on_phase)
-    (directory / engine_file_name(kind, rank)).write_bytes(plan)
+@dataclass(frozen=True)
+class Job:
+    """One network of one rank to build into its file in ``directory``."""
+
+    kind: Kind
+    rank: int
+    directory: Path
+    shards: Path
+    source: ShardConfig
+    build: BuildConfig
+
+    @property
+    def name(self) -> tuple[Kind, int]:
+        return self.kind, self.rank
+
+
+def _with_timing_cache(build: BuildConfig, api: TensorRT, first: Path, rank: int) -> BuildConfig:
+    """``build`` for a rank. Rank 0 writes what it timed to ``first``, and the other ranks start from that.
+
+    What is not split is the same on all ranks, and must be computed by the same kernels to have the same bits there;
+    a build that timed for itself might choose others.
+    """
+    if api.is_rtx:  # times nothing
+        return build
+    caches = {"output_timing_cache": first} if rank == 0 else {"input_timing_cache": first, "output_timing_cache": None}
+    return dataclasses.replace(build, options=dataclasses.replace(build.options, **caches))
+
+
+def _build_file(job: Job, api: TensorRT, on_phase: Callable[[str], None]) -> Built:
+    with tempfile.TemporaryDirectory(dir=job.directory) as scratch:
+        plan, names = _build_one(job, Path(scratch), api, on_phase)
+    (job.directory / engine_file_name(*job.name)).write_bytes(plan)
     return {"bytes": len(plan), "sha256": hashlib.sha256(plan).hexdigest()}, names
 
 
 def _build_in_workers(
-    jobs: Sequence[tuple[Kind, int]],
-    each: tuple[Path, Path, ShardConfig, BuildConfig],
-    product: str,
-    on_phase: Callable[[str], None],
-    workers: int,
-) -> list[Built]:
-    """Results in the order of ``jobs``; the first error ends what has not begun."""
+    jobs: Sequence[Job], api: TensorRT, on_phase: Callable[[str], None], workers: int
+) -> dict[tuple[Kind, int], Built]:
+    """What was built, in the order of ``jobs``; the first error ends what has not begun."""
+    built: dict[tuple[Kind, int], Built] = {}
     # New interpreters: a process that has CUDA or TensorRT open can't be forked.
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
-        futures = []
-        for kind, rank in jobs:
-            on_phase(f"{kind} rank {rank}: queued")
-            futures.append(pool.submit(_work, *each, kind, rank, product))
+        futures: dict[Future[Built], Job] = {}
+
+        def submit(chosen: Iterable[Job]) -> None:
+            for job in chosen:
+                on_phase(f"{job.kind} rank {job.rank}: queued")
+                futures[pool.submit(_work, job, api.product)] = job
+
+        # Where the other ranks start from what rank 0's build timed, they wait for it.
+        first, later = (jobs, []) if api.is_rtx else ([j for j in jobs if not j.rank], [j for j in jobs if j.rank])
+        submit(first)
         try:
-            for future in as_completed(futures):
-                future.result()
-                kind, rank = jobs[futures.index(future)]
-                on_phase(f"{kind} rank {rank}: done")
+            while futures:
+                for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                    job = futures.pop(future)
+                    built[job.name] = future.result()
+                    on_phase(f"{job.kind} rank {job.rank}: done")
+                    if job.rank == 0:
+                        submit(other for other in later if other.kind == job.kind)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        return [future.result() for future in futures]
+    return {job.name: built[job.name] for job in jobs}
 
 
-def _work(
-    directory: Path, shards: Path, source: ShardConfig, build: BuildConfig, kind: Kind, rank: int, product: str
-) -> Built:
+def _work(job: Job, product: str) -> Built:
     """:func:`_build_file` in a process of its own, on one of the GPUs."""
     import torch
 
     from ..plugins import tensorrt_api
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    return _build_file(directory, shards, source, build, kind, rank, tensorrt_api.load(product), lambda phase: None)
+        torch.cuda.set_device(job.rank % torch.cuda.device_count())
+    return _build_file(job, tensorrt_api.load(product), lambda phase: None)
 
 
-def _build_one(
-    shards: Path,
-    source: ShardConfig,
-    build: BuildConfig,
-    kind: Kind,
-    rank: int,
-    scratch: Path,
-    api: TensorRT,
-    on_phase: Callable[[str], None],
-) -> tuple[bytes, set[str]]:
+def _build_one(job: Job, scratch: Path, api: TensorRT, on_phase: Callable[[str], None]) -> tuple[bytes, set[str]]:
     """The plan of one network and rank, and the names of its plugins."""
     # Imported here because reading a directory needs neither torch.onnx nor the networks.
     from .network import load_network
     from .onnx_export import export_network
 
+    kind, rank, build = job.kind, job.rank, job.build
     on_phase(f"{kind} rank {rank}: export")
-    model = export_network(load_network(kind, shards, rank, build), scratch / f"{kind}_rank{rank}.onnx")
+    model = export_network(load_network(kind, job.shards, rank, build), scratch / f"{kind}_rank{rank}.onnx")
     on_phase(f"{kind} rank {rank}: build")
     plan = engine.build_engine(
         model.path,
         api=api,
         lowering=build.lowering,
-        profiles=engine.profiles_for(model.inputs, engine.dimension_ranges(kind, source.draft, build)),
+        profiles=engine.profiles_for(model.inputs, engine.dimension_ranges(kind, job.source.draft, build)),
         expected_plugin_layers=model.plugin_counts,
         options=build.options,
     )

@@ -20,7 +20,9 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
-from ..plugins.op import DOMAIN
+from ..plugins.abi import ACTIVATIONS
+from ..plugins.op import DOMAIN, decode_attributes
+from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import EngineBuildError
 
 OPSET = 17
@@ -75,6 +77,36 @@ def lower_to_opset17(model: onnx.ModelProto) -> onnx.ModelProto:
     lowered.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in versions)
     lowered.ir_version = _IR_VERSION
     return lowered
+
+
+def add_activations(model: onnx.ModelProto) -> None:
+    """Give each ``dspark`` node the attribute ``activation``, the type of its T tensors.
+
+    Networks of TensorRT 8 are weakly typed: its builder would choose a plugin's type by what is quicker for that layer.
+
+    Raises:
+        EngineBuildError: naming the nodes whose T tensors are of a type that is not known or not TensorRT 8's.
+    """
+    graph, problems = model.graph, []
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    types |= {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.output, *graph.value_info)}
+    names = {TensorProto.FLOAT16: "float16", TensorProto.FLOAT: "float32"}
+    for node in graph.node:
+        if node.domain != DOMAIN:
+            continue
+        op, said = ALL_OPS[node.op_type], _attributes(node)
+        values = decode_attributes(op, {name: said[name] for name in op.field_kinds()})
+        inputs = zip(node.input, op.inputs(values), strict=True)
+        found = {types.get(name, TensorProto.UNDEFINED) for name, spec in inputs if spec.dtype == "T"}
+        if len(found) == 1 and found <= names.keys():
+            node.attribute.append(helper.make_attribute("activation", ACTIVATIONS[names[found.pop()]]))
+        else:
+            told = ", ".join(sorted(map(_type_name, found)))
+            problems.append(
+                f"{node.op_type} {node.name}: its activations are {told}, expected all float16 or all float"
+            )
+    if problems:
+        raise EngineBuildError("this model is not for TensorRT 8:\n" + "\n".join(problems))
 
 
 class _Lowering:

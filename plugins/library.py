@@ -9,7 +9,7 @@ from pathlib import Path
 
 LIBRARY_NAME = "libdspark_plugins.so"
 TRT_LIBRARY_NAME = "libdspark_trt_plugins.so"
-PLUGIN_ABI = 3
+PLUGIN_ABI = 4
 """Number that plans, this package and the library must share; raised when a field or parameter changes."""
 
 

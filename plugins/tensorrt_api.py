@@ -60,7 +60,7 @@ class EngineOptions:
     input_timing_cache: Path | None = None
     """Timing cache to start from (enterprise TensorRT)."""
     output_timing_cache: Path | None = None
-    """Where to write the timing cache (enterprise TensorRT)."""
+    """Where to write the timing cache, of an engine directory that of all its networks (enterprise TensorRT)."""
     compute_capabilities: tuple[str, ...] = ()
     """GPUs the engines are for, such as 8.9 (TensorRT-RTX; enterprise TensorRT builds for the GPU it runs on)."""
     builder_optimization_level: Literal[0, 1, 2, 3, 4, 5] | None = None
@@ -186,6 +186,14 @@ class TensorRT:
     def runtime_cache(self, engine: Any, path: Path) -> RuntimeCache | None:
         """The cache of kernels compiled at run time, kept in ``path``; only TensorRT-RTX compiles any."""
         return RuntimeCache(self.module, engine, path) if self.is_rtx else None
+
+    def combined_timing_caches(self, caches: Sequence[bytes]) -> bytes:
+        """One timing cache with what is in all of ``caches``, which were written on this machine."""
+        config = self.module.Builder(self.log).create_builder_config()
+        combined, *others = (config.create_timing_cache(cache) for cache in caches)
+        for other in others:
+            combined.combine(other, ignore_mismatch=False)
+        return bytes(combined.serialize())
 
     def context_bytes(self, engine: Any) -> int:
         """Bytes of device memory that an execution context of ``engine`` takes."""

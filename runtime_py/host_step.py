@@ -241,5 +241,5 @@ def compare_ranks(communicator: Communicator, decision: object) -> None:
     if any(d != decisions[0] for d in decisions):
         raise RuntimeError(
             f"ranks decided differently: {dict(enumerate(decisions))}; "
-            "the ranks must run the same package, weights and libraries"
+            "the ranks must run the same package, weights and libraries, and engines of one dspark-build"
         )

@@ -52,6 +52,7 @@ def open_decoder(
     Args:
         sampler: chooses tokens in drafting and in verification, in place of the keyed Gumbel noise.
         online_acceptance: a scheduler will estimate acceptance while decoding, which keeps the draft's sampling whole.
+        check_lockstep: compare what the ranks decide at every step; engines of several ranks always are.
         device: auto is a GPU wherever there is one for every rank.
         backend: auto is TensorRT where the engines run on every rank.
         request_counts: request counts whose steps are captured on a GPU; None for powers of two up to the
@@ -124,7 +125,8 @@ def open_decoder(
         communicator=communicator,
         verifier=verifier,
         detokenize=detokenizer(directory.path),
-        check_lockstep=check_lockstep,
+        # TensorRT chooses each engine's kernels, and those of two ranks may round differently.
+        check_lockstep=check_lockstep or (api is not None and communicator.size > 1),
         execution=Execution(
             place,
             stream,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dspark_trt.plugins.abi import ACTIVATIONS
 from dspark_trt.plugins.op import Op, encode_attributes
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.trt_plugin import TensorDesc
@@ -146,8 +147,12 @@ class Driver:
             getattr(self.library, function).restype = ctypes.c_void_p
         self.library.workspace_bytes.restype = ctypes.c_size_t
 
-    def create(self, op: str, fields: dict[str, RawField], *, at_runtime: bool = False) -> Plugin | None:
-        """The plugin that the creator makes, or None if it refuses."""
+    def create(
+        self, op: str, fields: dict[str, RawField], activation: str | None = "float32", *, at_runtime: bool = False
+    ) -> Plugin | None:
+        """The plugin that the creator makes, or None if it refuses; TensorRT 8 tells it the activation type as well."""
+        if activation and not self.is_v3:
+            fields = {**fields, "activation": RawField(INT, (ACTIVATIONS[activation],))}
         arrays, raw = [], (_Field * len(fields))()
         for slot, (name, field) in zip(raw, fields.items(), strict=True):
             kind = {INT: ctypes.c_int32, FLOAT: ctypes.c_float, CHAR: ctypes.c_int8}[field.kind]

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define DSPARK_PLUGIN_ABI 3
+#define DSPARK_PLUGIN_ABI 4
 
 #ifdef __cplusplus
 extern "C" {

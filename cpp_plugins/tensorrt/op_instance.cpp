@@ -14,6 +14,7 @@ using nvinfer1::PluginFieldType;
 
 constexpr size_t kActivation = 0;  // offset of the activation type in every parameter struct
 constexpr int64_t kUnknown = -1;   // a size or activation type that no tensor has told
+constexpr bool kTypedNetworks = DSPARK_PLUGIN_V3;
 
 struct TypeName {
   DataType type;
@@ -42,6 +43,13 @@ std::string type_name(DataType type) {
 int32_t activation_of(DataType type) {
   const TypeName* const known = find_type(type);
   return known ? known->activation : int32_t{kUnknown};
+}
+
+// Null for anything but a dspark_activation that this TensorRT has.
+const TypeName* find_activation(int32_t activation) {
+  const auto same = [&](const TypeName& type) { return type.activation == activation; };
+  const auto* const at = std::find_if(std::begin(kTypes), std::end(kTypes), same);
+  return activation == kUnknown || at == std::end(kTypes) ? nullptr : at;
 }
 
 DataType type_of(const Tensor& spec, DataType activation) {
@@ -124,6 +132,7 @@ std::vector<PluginField> attribute_fields(const Op& op) {
     const bool is_float = field.kind == Kind::kFloat;
     fields.emplace_back(field.name, nullptr, is_float ? PluginFieldType::kFLOAT32 : PluginFieldType::kINT32, 1);
   }
+  if (!kTypedNetworks) fields.emplace_back(kActivationField, nullptr, PluginFieldType::kINT32, 1);
   return fields;
 }
 
@@ -183,8 +192,11 @@ void OpInstance::read_attributes(const PluginField* fields, int count) {
     throw Refusal(named("libdspark_plugins.so has ABI " + std::to_string(dspark_plugin_abi()) +
                         ", this library wants " + ours + "; build both together"));
   }
+  params_.set(kActivation, int32_t{kUnknown});
+  std::vector<Field> wanted = op_->fields;
+  if (!kTypedNetworks) wanted.push_back({kActivationField, Kind::kInt, kActivation});
   std::vector<std::string> missing, unknown, wrong;
-  for (const Field& field : op_->fields) {
+  for (const Field& field : wanted) {
     const auto at = given.find(field.name);
     if (at == given.end()) {
       missing.push_back(field.name);
@@ -200,7 +212,13 @@ void OpInstance::read_attributes(const PluginField* fields, int count) {
     given.erase(at);
   }
   for (const auto& [name, _] : given) unknown.push_back(name);
-  if (missing.empty() && unknown.empty() && wrong.empty()) return;
+  if (missing.empty() && unknown.empty() && wrong.empty()) {
+    const auto activation = params_.get<int32_t>(kActivation);
+    if (kTypedNetworks || find_activation(activation)) return;
+    throw Refusal(named(std::string(kActivationField) + " is " + std::to_string(activation) + ", expected " +
+                        std::to_string(DSPARK_FLOAT16) + " (float16) or " + std::to_string(DSPARK_FLOAT32) +
+                        " (float32), which is all that TensorRT 8 has"));
+  }
   throw Refusal(named("attributes missing " + listed(missing) + ", unknown " + listed(unknown) + ", of wrong type " +
                       listed(wrong) + "; the model was exported by another version of this package, export it again"));
 }
@@ -208,7 +226,8 @@ void OpInstance::read_attributes(const PluginField* fields, int count) {
 std::vector<PluginField> OpInstance::fields() const {
   static const int32_t abi = DSPARK_PLUGIN_ABI;
   std::vector<PluginField> fields = attribute_fields(*op_);
-  for (size_t i = 0; i < fields.size(); ++i) fields[i].data = &params_.bytes[op_->fields[i].offset];
+  for (size_t i = 0; i < op_->fields.size(); ++i) fields[i].data = &params_.bytes[op_->fields[i].offset];
+  if (!kTypedNetworks) fields.back().data = &params_.bytes[kActivation];
   fields.insert(fields.begin(), {kAbiField, &abi, PluginFieldType::kINT32, 1});
   return fields;
 }
@@ -229,8 +248,8 @@ std::string OpInstance::kernel_refusal(int status, const Params& params) const {
   return named(text);
 }
 
-// Reads activation type and sizes from the tensors into the parameters, and returns where tensors contradict the
-// declaration or each other. Not `whole`: later tensors may be absent and dynamic sizes unknown.
+// Reads activation type, if the attributes don't tell it, and sizes from the tensors into the parameters, and returns
+// where tensors contradict the declaration or each other. Not `whole`: later tensors may be absent and dynamic sizes unknown.
 std::string OpInstance::bind(const TensorList& list, bool whole, Params* params) const {
   if (list.inputs != num_inputs_) {
     return std::to_string(list.inputs) + " inputs, expected " + std::to_string(num_inputs_);
@@ -238,7 +257,6 @@ std::string OpInstance::bind(const TensorList& list, bool whole, Params* params)
   if (whole ? list.tensors.size() != tensors_.size() : list.tensors.size() > tensors_.size()) {
     return std::to_string(list.tensors.size()) + " inputs and outputs, expected " + std::to_string(tensors_.size());
   }
-  params->set(kActivation, int32_t{kUnknown});
   for (const Tensor* spec : tensors_) {
     for (const Dim& dim : spec->dims) {
       if (dim.is_symbol()) params->set(dim.offset, kUnknown);
@@ -290,22 +308,19 @@ Params OpInstance::bound(const TensorList& list) const {
 
 DataType OpInstance::output_type(int index, const DataType* inputs, int num_inputs) const {
   bool good = num_inputs == num_inputs_;
-  DataType activation = DataType::kFLOAT;  // of operations without T
   const auto is_activation = [](const Tensor* spec) { return spec->dtype == Dtype::kActivation; };
+  const TypeName* const told = find_activation(params_.get<int32_t>(kActivation));
   const auto first = std::find_if(tensors_.begin(), tensors_.end(), is_activation) - tensors_.begin();
-  if (good && first < num_inputs) activation = inputs[first];
-#if DSPARK_PLUGIN_V3
-  constexpr bool kSettled = true;
-#else
-  // TensorRT 8 also asks while it takes computed tensors for float32. Those whose type it knows decide; what it settles
-  // on, it asks for in supportsFormatCombination().
-  constexpr bool kSettled = false;
-  for (int i = 0; good && i < num_inputs; ++i)
-    if (is_activation(tensors_[i]) && inputs[i] == DataType::kHALF) activation = DataType::kHALF;
-#endif
+  DataType activation = DataType::kFLOAT;  // of operations without T
+  if (told) {
+    activation = told->type;
+  } else if (good && first < num_inputs) {
+    activation = inputs[first];
+  }
   good = good && activation_of(activation) != kUnknown;
   for (int i = 0; good && i < num_inputs; ++i) {
-    const bool open = !kSettled && is_activation(tensors_[i]) && inputs[i] == DataType::kFLOAT;
+    // TensorRT 8 also asks while it takes computed tensors for float32.
+    const bool open = !kTypedNetworks && is_activation(tensors_[i]) && inputs[i] == DataType::kFLOAT;
     good = open || inputs[i] == type_of(*tensors_[i], activation);
   }
   if (good) return type_of(output(index), activation);

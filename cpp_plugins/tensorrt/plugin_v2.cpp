@@ -1,5 +1,9 @@
 // IPluginV2DynamicExt and its creators, for TensorRT 8: float32, float16 and int32 tensors.
 //
+// Networks of TensorRT 8 are weakly typed: where a plugin took either type, the builder would choose the one that is
+// quicker for this layer alone, and ranks or a mailbox would disagree on what a row is. So a layer's activation type is
+// an attribute (add_activations in builder/onnx_lowering.py), and any other one is refused.
+//
 // TensorRT 8 can't be told that an output shares an input's memory. Where an operation updates a tensor in
 // place, the host binds one address to both names, and a plan refuses to run if TensorRT put a copy between.
 #include "op_instance.h"
@@ -57,7 +61,7 @@ class Plugin final : public IPluginV2DynamicExt {
   }
 
   // A plan holds the fields' values, four bytes each.
-  size_t getSerializationSize() const noexcept override { return (instance_.op().fields.size() + 1) * sizeof(int32_t); }
+  size_t getSerializationSize() const noexcept override { return instance_.fields().size() * sizeof(int32_t); }
   void serialize(void* buffer) const noexcept override {
     guarded(0, [&] {
       auto* at = static_cast<unsigned char*>(buffer);

@@ -52,7 +52,7 @@ def test_a_replayed_plugin_gives_the_bits_of_the_kernel(driver: Driver, label: s
 
     if not driver.is_v3 and any(spec.dtype == "int8" for spec in (*op.inputs(values), *op.outputs(values))):
         pytest.skip("TensorRT 8 can't carry bytes")
-    plugin = driver.create(op.name, fields_of(values))
+    plugin = driver.create(op.name, fields_of(values), name)
     assert plugin is not None
     sizes = {k: v for k, v in op.bind(values, inputs).items() if k not in ("T", "rows", "requests")}
     dynamic, count = described(op, values, name, sizes)

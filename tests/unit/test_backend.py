@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.tensorrt_api import TensorRT, TensorRTUnavailableError
+from dspark_trt.runtime_py import opening
 from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
 from dspark_trt.runtime_py.communicator import Communicator
 
+from tests.fake_tensorrt import fake_api
 from tests.placeholder_engines import NoTensorRT, make_engines
 from tests.thread_ranks import outcomes
 
@@ -87,3 +91,27 @@ def test_a_machine_without_a_gpu_says_what_the_engines_need(
             "torch session on the CPU (its plans, of tensorrt_rtx 0.0.0.0, need a GPU of compute capability 8.9; "
             "there is none here)"
         )
+
+
+@pytest.mark.parametrize(("engines", "ranks", "compared"), [(True, 2, True), (True, 1, False), (False, 2, False)])
+def test_what_ranks_of_engines_decide_is_always_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: bool, ranks: int, compared: bool
+) -> None:
+    """Their kernels are TensorRT's choice, rank by rank: a near tie may be one token here and another one there."""
+    directory = make_engines(tmp_path, ranks)
+    executor = Executor(fake_api() if engines else None, torch.device("cpu"))
+    monkeypatch.setattr(opening, "choose_executor", lambda *_: executor)
+    for loaded in ("open_session", "load_network", "TorchSession"):
+        monkeypatch.setattr(opening, loaded, MagicMock())
+    asked = []
+
+    class Opened:
+        def __init__(self, *sessions: object, check_lockstep: bool, **rest: object):
+            asked.append(check_lockstep)
+
+        def capture(self) -> None: ...
+
+    monkeypatch.setattr(opening, "Decoder", Opened)
+    opened = outcomes(ranks, lambda communicator: opening.open_decoder(directory, communicator=communicator))
+    assert all(isinstance(decoder, Opened) for decoder in opened), opened
+    assert asked == [compared] * ranks

@@ -112,11 +112,11 @@ def messages(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     return lambda: capfd.readouterr().err + caplog.text
 
 
-def make_plugin(driver: Driver, name: str, **changed: Any) -> tuple[Plugin, Op, Any]:
+def make_plugin(driver: Driver, name: str, activation: str = "float32", **changed: Any) -> tuple[Plugin, Op, Any]:
     """A plugin of an operation, the operation and its attributes; or a skip where TensorRT 8 can't carry its bytes."""
     op = ALL_OPS[name]
     values = op.attributes_type(**{**ATTRIBUTES[name], **changed})
-    plugin = driver.create(name, fields_of(values))
+    plugin = driver.create(name, fields_of(values), activation)
     if plugin is None and not driver.is_v3 and any(spec.dtype == "int8" for spec in op.inputs(values)):
         pytest.skip("TensorRT 8 can't carry bytes; another test looks at the refusal")
     assert plugin is not None
@@ -138,10 +138,11 @@ def test_verdicts_on_tensors_are_those_of_the_python_plugin(
     driver: Recorded, name: str, changed: dict[str, Any]
 ) -> None:
     """ENG-4, NVIDIA/TensorRT-LLM#13710: every tensor in every type, with every size off by one or unknown."""
-    plugin, op, values = make_plugin(driver, name, **changed)
     seen = set()
     for activation in FLOATS if driver.is_v3 else FLOATS[:2]:
+        plugin, op, values = make_plugin(driver, name, activation, **changed)
         tensors, inputs = described(op, values, activation, SIZES)
+        typed = [spec.dtype == "T" for spec in (*op.inputs(values), *op.outputs(values))]
         for position, tensor in enumerate(tensors):
             variants = [tensor, TensorDesc(tensor.dtype, tensor.dims, linear=False)]
             variants += [TensorDesc(dtype, tensor.dims) for dtype in TYPES if driver.is_v3 or dtype != "bfloat16"]
@@ -153,6 +154,8 @@ def test_verdicts_on_tensors_are_those_of_the_python_plugin(
             for variant in variants:
                 given = [*tensors[:position], variant, *tensors[position + 1 :]]
                 expected = not check_tensors(op, values, given[: position + 1], inputs)
+                if typed[position] and not driver.is_v3:
+                    expected &= variant.dtype == activation
                 assert plugin.supports(position, given, inputs) == expected, (position, variant)
                 seen.add(expected)
         assert not plugin.supports(0, tensors, inputs + 1)
@@ -166,6 +169,7 @@ def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name:
     words = [PLUGIN_ABI]
     for value in encode_attributes(values).values():
         words.append(struct.unpack("<i", struct.pack("<f", value))[0] if isinstance(value, float) else value)
+    words += [] if driver.is_v3 else [abi.ACTIVATIONS["float32"]]
     assert plugin.stored_words() == words
     again = plugin.reload()
     plugin.destroy()
@@ -178,9 +182,9 @@ def test_kernels_get_the_parameters_that_python_gives_them(
     driver: Recorded, name: str, changed: dict[str, Any]
 ) -> None:
     """One struct, filled by two languages; and the workspace is asked for at the profile's maximum."""
-    plugin, op, values = make_plugin(driver, name, **changed)
-    plugin = plugin.reload() or plugin
     for activation in FLOATS if driver.is_v3 else FLOATS[:2]:
+        plugin, op, values = make_plugin(driver, name, activation, **changed)
+        plugin = plugin.reload() or plugin
         tensors, inputs = described(op, values, activation, CALL)
         specs = (*op.inputs(values), *op.outputs(values))
         pointers = {spec.name: 4096 + 256 * i for i, spec in enumerate(specs)}
@@ -202,24 +206,24 @@ def test_outputs_have_the_declared_types_and_aliases(driver: Recorded, messages:
     for name, changed in CASES:
         op = ALL_OPS[name]
         values = op.attributes_type(**{**ATTRIBUTES[name], **changed})
-        plugin = driver.create(name, fields_of(values))
-        if plugin is None:
-            continue
         for activation in FLOATS if driver.is_v3 else FLOATS[:2]:
+            if (plugin := driver.create(name, fields_of(values), activation)) is None:
+                break
             tensors, inputs = described(op, values, activation, CALL)
             types = [t.dtype for t in tensors]
             for i, output in enumerate(types[inputs:]):
                 assert plugin.output_type(i, types[:inputs]) == TYPES[output]
-        for i in range(len(types) - inputs):
+        for i in range(len(types) - inputs if plugin else 0):
+            assert plugin is not None
             assert plugin.alias(i) == (op.aliases(values).get(i, -1) if driver.is_v3 else -1)
     assert plugin is not None and plugin.output_type(0, ["int32"] * inputs) == (-1 if driver.is_v3 else 0)
     assert "dspark.MarkovSampling, layer a_layer: inputs are [int32, " in messages()
 
 
 def test_types_that_are_not_settled_yet(driver: Recorded, messages: Messages) -> None:
-    """TensorRT 8 asks for an output's type while it takes computed tensors for float32; a ring's type is known."""
+    """TensorRT 8 asks for an output's type while it takes computed tensors for float32."""
     values = ALL_OPS["ContextKvInsert"].attributes_type(**ATTRIBUTES["ContextKvInsert"])
-    plugin = driver.create("ContextKvInsert", fields_of(values))
+    plugin = driver.create("ContextKvInsert", fields_of(values), "float16")
     assert plugin is not None
     for computed, ring in (("float32", "float16"), ("float16", "float32")):
         found = plugin.output_type(0, [computed, "int32", "int32", ring])
@@ -259,22 +263,38 @@ def test_a_plan_of_another_abi_is_refused(driver: Recorded, messages: Messages, 
     """ENG-2: the ABI number in the fields."""
     values = ALL_OPS["MhcAllReduce"].attributes_type(**ATTRIBUTES["MhcAllReduce"])
     fields = {"plugin_abi": RawField(INT, (number,))} if number else {}
-    if number or driver.is_v3:  # of fields without the number TensorRT 8 would take the first for it
+    nameless = not number and not driver.is_v3  # of these TensorRT 8 would take the first for the number
+    if not nameless:
         fields |= fields_of(values)
-    assert driver.create("MhcAllReduce", fields, at_runtime=True) is None
+    assert driver.create("MhcAllReduce", fields, None if nameless else "float32", at_runtime=True) is None
     assert f"built with plugin ABI {shown}, this library has {PLUGIN_ABI}; build it again" in messages()
 
 
 def test_a_plan_with_fewer_or_more_fields_is_refused(driver: Recorded, messages: Messages) -> None:
     values = ALL_OPS["MhcAllReduce"].attributes_type(**ATTRIBUTES["MhcAllReduce"])
     number = {"plugin_abi": RawField(INT, (PLUGIN_ABI,))}
-    *_, last = fields_of(values)  # the one that TensorRT 8, which has no names, misses
+    *_, last = fields_of(values)
     assert driver.create("MhcAllReduce", number | fields_of(values, **{last: None}), at_runtime=True) is None
-    assert f"missing [{last}], unknown []" in messages()
+    # TensorRT 8 has no names in a plan, so the last field is missed.
+    assert f"missing [{last if driver.is_v3 else 'activation'}], unknown []" in messages()
     more = fields_of(values, surprise=RawField(INT, (3,)))
     assert driver.create("MhcAllReduce", number | more, at_runtime=True) is None
     assert f"missing [], unknown [{'surprise' if driver.is_v3 else '(surplus)'}]" in messages()
     assert driver.create("MhcAllReduce", number | fields_of(values), at_runtime=True) is not None
+
+
+def test_the_activation_type_is_an_attribute_of_tensorrt_8(driver: Recorded, messages: Messages) -> None:
+    """Left to the builder, a float16 network's layer may run in float32, and a mailbox for float16 gets float32."""
+    values = ALL_OPS["HcCollapse"].attributes_type(**ATTRIBUTES["HcCollapse"])
+    for number in (abi.ACTIVATIONS["bfloat16"], 3, -1):
+        fields = fields_of(values, activation=RawField(INT, (number,)))
+        assert driver.create("HcCollapse", fields, None) is None
+        wanted = (
+            "unknown [activation]" if driver.is_v3 else f"activation is {number}, expected 1 (float16) or 2 (float32)"
+        )
+        assert wanted in messages()
+    assert (driver.create("HcCollapse", fields_of(values), None) is None) != driver.is_v3
+    assert ("missing [activation]" in messages()) != driver.is_v3
 
 
 def test_sizes_that_do_not_fit_are_refused_at_run_time(driver: Recorded, messages: Messages) -> None:
@@ -292,7 +312,7 @@ def test_sizes_that_do_not_fit_are_refused_at_run_time(driver: Recorded, message
 
 @pytest.mark.parametrize("status", range(1, 6))
 def test_what_a_kernel_refuses_is_told_in_words(driver: Recorded, messages: Messages, status: int) -> None:
-    plugin, op, values = make_plugin(driver, "MhcAllReduce")
+    plugin, op, values = make_plugin(driver, "MhcAllReduce", "float16")
     tensors, inputs = described(op, values, "float16", CALL)
     plugin = plugin.reload() or plugin
     driver.answer(status)

@@ -6,19 +6,23 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dspark_trt.builder import engine_dir, network, onnx_export
+from dspark_trt.builder import engine, engine_dir, network, onnx_export
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.config import ConfigError
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, build_engine_dir
 from dspark_trt.builder.onnx_export import ExportedModel
+from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.library import PLUGIN_ABI
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
 
+from tests.fake_tensorrt import fake_api
 from tests.one_op_models import stand_in_export
 from tests.released import tiny_config, write_checkpoint
 
@@ -256,6 +260,57 @@ def test_another_draft_length_is_refused_before_anything_is_built(api: TensorRT,
 
 def test_engine_file_names() -> None:
     assert engine_dir.engine_file_name("target", 3) == "target/rank3.engine"
+
+
+class Cache:
+    """A timing cache as TensorRT has it."""
+
+    def __init__(self, content: bytes):
+        self.content = content
+
+    def combine(self, other: Cache, ignore_mismatch: bool) -> None:
+        assert not ignore_mismatch
+        self.content += other.content
+
+    def serialize(self) -> bytes:
+        return self.content
+
+
+@pytest.mark.usefixtures("exporter")
+@pytest.mark.parametrize("workers", [1, 4])
+def test_ranks_start_from_what_rank_0_timed(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Kernels chosen for each rank alone round differently, and ranks in a near tie would emit different tokens."""
+    api, builds = fake_api(), dict[str, EngineOptions]()
+    config = SimpleNamespace(create_timing_cache=Cache)
+    api.module.Builder = lambda log: SimpleNamespace(create_builder_config=lambda: config)
+    monkeypatch.setattr(tensorrt_api, "gpu_compute_capabilities", lambda: ["9.0"])
+    monkeypatch.setattr(tensorrt_api, "load", lambda product: api)
+    monkeypatch.setattr(engine_dir, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+
+    def build_engine(path: Path, *, options: EngineOptions, **rest: Any) -> bytes:
+        name, start = path.stem, options.input_timing_cache
+        builds[name] = options
+        if options.output_timing_cache:
+            options.output_timing_cache.write_bytes((start.read_bytes() if start else b"") + f"[{name}]".encode())
+        elif start:
+            builds[name] = dataclasses.replace(options, input_timing_cache=Path(start.read_text()))
+        return b"plan of " + name.encode()
+
+    monkeypatch.setattr(engine, "build_engine", build_engine)
+    given, left = tmp_path / "given", tmp_path / "left"
+    given.write_bytes(b"[earlier]")
+    options = EngineOptions(input_timing_cache=given, output_timing_cache=left)
+    opened = build_engine_dir(
+        shards, tmp_path / "engines", dataclasses.replace(BUILD, options=options), api=api, workers=workers
+    )
+    for kind in ("draft", "target"):
+        assert builds[f"{kind}_rank0"].input_timing_cache == given
+        assert builds[f"{kind}_rank1"].input_timing_cache == Path(f"[earlier][{kind}_rank0]")
+        assert opened.read_plan(kind, 1) == f"plan of {kind}_rank1".encode()
+    assert left.read_bytes() == b"[earlier][draft_rank0][earlier][target_rank0]"
+    assert not [path for path in opened.path.iterdir() if path.name.startswith("tmp")]
 
 
 def test_several_workers_build_all_engines(api: TensorRT, shards: Path, tmp_path: Path) -> None:

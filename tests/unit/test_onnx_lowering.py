@@ -19,7 +19,8 @@ from dspark_trt.builder.config import Numerics
 from dspark_trt.builder.engine import BuildConfig, Kind, Lowering, build_engine
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import ExportedModel, export_network
-from dspark_trt.builder.onnx_lowering import lower_to_opset17
+from dspark_trt.builder.onnx_lowering import add_activations, lower_to_opset17
+from dspark_trt.plugins.abi import ACTIVATIONS
 from dspark_trt.plugins.op import DOMAIN
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
 from onnx import TensorProto, helper, numpy_helper
@@ -118,6 +119,27 @@ def test_plugin_nodes_pass_unchanged_and_the_rest_is_readable(exported: Exported
             assert node.input[1] in initializers
     kinds = {v.type.tensor_type.elem_type for v in (*lowered.graph.input, *lowered.graph.output)}
     assert kinds <= {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", ["draft", "target"])
+def test_every_plugin_node_tells_its_activation_type(exported: Exported, kind: Kind, dtype: str) -> None:
+    """TensorRT 8 takes a plugin's types for free to choose; a boundary in float32 does not fit a float16 mailbox."""
+    model = onnx.load(exported(kind, dtype)[0].path)
+    add_activations(model)
+    nodes = [node for node in model.graph.node if node.domain == DOMAIN]
+    told = [a.i for node in nodes for a in node.attribute if a.name == "activation"]
+    assert nodes and told == [ACTIVATIONS[dtype]] * len(nodes)
+
+
+def test_an_activation_type_that_tensorrt_8_lacks_is_named() -> None:
+    model = one_op_model("HcCollapse", "bfloat16")
+    with pytest.raises(EngineBuildError, match=r"HcCollapse the_HcCollapse: its activations are bfloat16, expected"):
+        add_activations(model)
+    model = one_op_model("HcCollapse", "float16")
+    model.graph.node[0].input[0] = "computed"
+    with pytest.raises(EngineBuildError, match="its activations are undefined"):
+        add_activations(model)
 
 
 @pytest.mark.parametrize("lowering", list(Lowering))
