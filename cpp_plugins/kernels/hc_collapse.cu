@@ -7,7 +7,7 @@
 namespace dspark {
 namespace {
 
-constexpr int kThreads = 32;
+constexpr int kThreads = 64;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
