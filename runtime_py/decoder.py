@@ -113,7 +113,7 @@ class Decoder:
         self._on_device: set[Request] = set()
         self.interleaver: Interleaver | None = None
         steps = self._execution.steps
-        if draft and (steps == "device" or (steps == "auto" and self._execution.stream)):
+        if steps == "device" or (steps == "auto" and self._execution.stream):
             counts = self._execution.request_counts
             state = SlotState(build.max_batch_size, self._drafted, self._host.draft_logits, self._execution.device)
             self.interleaver = Interleaver(
@@ -238,14 +238,15 @@ class Decoder:
         self._on_device &= set(active)
         if entering := [r for r in active if r not in self._on_device]:
             self.interleaver.pause()
-            self._host.run_draft(entering, self.scheduler)
+            if self._host.draft:
+                self._host.run_draft(entering, self.scheduler)
+                stats.draft_calls += 1
             self.interleaver.state.enter(entering, [self._host.limit(r) for r in entering])
             self._on_device |= set(entering)
-            stats.draft_calls += 1
         requests = list(active)
         emitted = self.interleaver.run(requests)
         stats.target_calls += 1
-        stats.draft_calls += 1
+        stats.draft_calls += self._host.draft is not None
         stats.device_steps += 1
         if self._check_lockstep:
             compare_ranks(self._communicator, emitted)

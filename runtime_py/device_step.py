@@ -7,6 +7,8 @@ inserts those rows into the draft's rings and drafts the next block. Each reads 
 they are and replayed one behind the other. What was emitted goes to the host as one small copy behind
 ``verify``, which the host reads while the draft runs.
 
+Without a draft a step is a row of each request: its anchor goes through the target, which chooses the next one.
+
 Padding requests have slot -1: their rows enter no cache, they share the state's spare row, and nobody
 reads what they emit. Drafts behind a request's limit are run and never kept.
 """
@@ -29,6 +31,7 @@ class DeviceStep:
     """The three parts of a step of ``requests`` requests.
 
     Args:
+        draft: None to decode with the target alone.
         rings: of target and of draft, the caches that the sessions update.
         method: how sampled requests are verified; None if all are greedy.
         fault: int32 [1] that goes to the host with the emitted tokens.
@@ -37,7 +40,7 @@ class DeviceStep:
     def __init__(
         self,
         target: Session,
-        draft: Session,
+        draft: Session | None,
         rings: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         state: SlotState,
         requests: int,
@@ -63,8 +66,10 @@ class DeviceStep:
         self._seen = {name: integers(rows) for name in ("input_ids", "positions", "slots")}
         self._target_inputs = {**self._seen, **rings[0]}
         self._target_outputs = make_outputs(target, self._target_inputs, rings[0])
-        self._block = {name: integers(requests) for name in ("anchor_ids", "positions", "slots")}
         self._context = {name: integers(rows) for name in ("feature_positions", "feature_slots")}
+        if draft is None:
+            return
+        self._block = {name: integers(requests) for name in ("anchor_ids", "positions", "slots")}
         self._keys: dict[str, Tensor] = {}
         if state.draft_logits is not None:
             self._keys["temperature"] = torch.zeros(requests, dtype=torch.float32, device=device)
@@ -112,6 +117,8 @@ class DeviceStep:
         state.anchors[rows], state.positions[rows] = bonus, anchors + kept + 1
 
     def draft(self) -> None:
+        if self._draft is None:
+            return
         state, rows = self._state, self._state.rows(self.slots)
         positions = state.positions[rows]
         for name, value in {"anchor_ids": state.anchors[rows], "positions": positions, "slots": self.slots}.items():

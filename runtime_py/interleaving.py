@@ -4,7 +4,7 @@ For each request count of a list there is one :class:`~.device_step.DeviceStep`,
 the target with its verification and the draft, and replayed from then on; a batch takes the smallest that
 holds it, the rest is padding. The host enqueues both, then waits for one event between them and reads the
 few numbers that were emitted while the draft is still running. So between two steps the stream waits for
-nothing but the host's own bookkeeping.
+nothing but the host's own bookkeeping. Without a draft the second graph is left out.
 
 A batch may decode here if its decisions need nothing that only the host knows: :func:`why_not` says what
 is in the way. All that the choice of a step depends on - the number of requests, their parameters - is
@@ -75,7 +75,7 @@ class Parts:
     step: DeviceStep
     decide: Callable[[], None]
     """Target and verification."""
-    draft: Callable[[], None]
+    draft: Callable[[], None] | None
     decided: Mark
     """Where ``decide`` had the target behind it."""
 
@@ -92,6 +92,7 @@ class Interleaver:
     """The device's steps of one rank.
 
     Args:
+        draft: None to decode with the target alone.
         rings: caches of target and draft.
         counts: request counts to capture; larger batches are enqueued call by call.
         method: of the verifier, for batches with a sampled request.
@@ -102,7 +103,7 @@ class Interleaver:
     def __init__(
         self,
         target: Session,
-        draft: Session,
+        draft: Session | None,
         rings: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         state: SlotState,
         *,
@@ -148,17 +149,19 @@ class Interleaver:
         clock.mark("target")
         with self.span("target and verify"):
             parts.decide()
-        drafting = clock.now()
+        phases = [("verify", parts.decided)]
         arrived = torch.cuda.Event() if self._stream else None
         if arrived:
             arrived.record()
-        self._progress.enqueued(f"draft of {step.requests} requests, on the device")
-        with self.span("draft"):
-            parts.draft()
-        done = clock.now()
+        if parts.draft:
+            phases.append(("draft", clock.now()))
+            self._progress.enqueued(f"draft of {step.requests} requests, on the device")
+            with self.span("draft"):
+                parts.draft()
+        phases.append((GAP, clock.now()))
         if arrived:
             arrived.synchronize()
-        for phase, mark in (("verify", parts.decided), ("draft", drafting), (GAP, done)):
+        for phase, mark in phases:
             clock.mark(phase, mark)
         if step.fault():
             self._on_fault()
@@ -181,7 +184,7 @@ class Interleaver:
                 decided.renew()
                 step.verify()
 
-            parts = Parts(step, decide, step.draft, decided)
+            parts = Parts(step, decide, step.draft if self._sessions[1] else None, decided)
             what = f"{plan.requests} {'sampled' if sampled else 'greedy'} requests"
             self._parts[key] = self._captured(parts, what, self._pool) if plan.captured and self._pool else parts
         return self._parts[key]
@@ -192,8 +195,9 @@ class Interleaver:
         # Target and draft together, as they will run: each has its first run behind the other's.
         for _ in range(WARM_UP_RUNS):
             parts.decide()
-            parts.draft()
+            if parts.draft:
+                parts.draft()
         with self._progress.operation(f"capture of {what}"):
             decide = pool.capture(parts.decide, f"target and verification of {what}")
-            draft = pool.capture(parts.draft, f"draft of {what}")
+            draft = pool.capture(parts.draft, f"draft of {what}") if parts.draft else None
         return replace(parts, decide=decide, draft=draft)

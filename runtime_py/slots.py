@@ -21,7 +21,7 @@ class SlotState:
 
     Args:
         slots: cache slots of the engines.
-        drafts: drafted tokens a step, N.
+        drafts: drafted tokens a step, N; 0 without a draft.
         draft_logits: [slots + 1, N, V] float32, pre-temperature logits of the last drafts of sampled requests;
             None if the draft does not return any.
     """
@@ -48,7 +48,8 @@ class SlotState:
         slots = torch.tensor([r.slot for r in requests])
         words = [[r.tokens[-1], r.anchor_position, limit] for r, limit in zip(requests, limits, strict=True)]
         drafts = [r.drafts + [0] * (columns - len(r.drafts)) for r in requests]
-        packed = torch.cat((torch.tensor(words), torch.tensor(drafts), seed_words([r.seed for r in requests])), 1)
+        parts = (torch.tensor(words), torch.tensor(drafts, dtype=torch.int64), seed_words([r.seed for r in requests]))
+        packed = torch.cat(parts, 1)
         packed, where = packed.to(torch.int32).to(device), slots.to(device)
         self.anchors[where], self.positions[where], self.limits[where] = packed[:, :3].unbind(1)
         self.drafts[where], self.seeds[where] = packed[:, 3:-2], packed[:, -2:]

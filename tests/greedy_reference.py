@@ -82,6 +82,7 @@ def forced_logits(
     """The target's logits [P, T, V] float32 at every one of P times T given ``tokens`` behind P prompts."""
     verifier, count = ForcingVerifier(tokens=tokens), len(tokens[0])
     with Decoder.from_dir(engines, speculative=False, device=device, verifier=verifier) as decoder:
+        decoder.interleaver = None  # the host chooses
         decoder.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     return torch.stack([torch.stack(verifier.logits[index]) for index in range(len(tokens))])
 

@@ -4,7 +4,8 @@
 
 For each request count: microseconds a step of target, verification and draft, by events on the stream, and
 from a profile the time in which the stream was idle between the target's replay, verification included, and the
-draft's, and between two steps. Beside it the same step enqueued without graphs.
+draft's, and between two steps. Beside it the same step enqueued without graphs, and a step of the target alone, which
+emits one token a request, replayed from graphs.
 The tiny models are far from filling a GPU; what is measured is the loop, not the model.
 """
 
@@ -67,12 +68,17 @@ def measure(report: Report, engines: Path, requests: int, scratch: Path) -> floa
     facts["step_gap_us"] = round(statistics.median(between), 2)
     spans = [b[0].start - a[0].start for a, b in pairwise(steps)]
     tenths = statistics.quantiles(spans, n=10)
+    others: dict[str, dict[str, Any]] = {
+        "without graphs": {"request_counts": ()},
+        "target alone": {"request_counts": (requests,), "speculative": False},
+    }
     peers = {}
-    with Decoder.from_dir(engines, device="cuda", request_counts=()) as decoder:
-        short = SamplingParams(max_tokens=100, ignore_eos=True)
-        decoder.generate(prompts, short)
-        _, stats = decoder.generate(prompts, short)
-        peers["without graphs"] = (stats.total_seconds - stats.prefill_seconds) / stats.device_steps * 1e6
+    for name, chosen in others.items():
+        with Decoder.from_dir(engines, device="cuda", **chosen) as decoder:
+            short = SamplingParams(max_tokens=100, ignore_eos=True)
+            decoder.generate(prompts, short)
+            _, stats = decoder.generate(prompts, short)
+            peers[name] = (stats.total_seconds - stats.prefill_seconds) / stats.device_steps * 1e6
     report.add(
         "decode_step",
         Timing(statistics.median(spans), tenths[0], tenths[-1]),

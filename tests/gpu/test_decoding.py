@@ -75,6 +75,18 @@ def test_replayed_steps_equal_enqueued_ones(engines: Callable[..., Path], numeri
     assert len(set(stats.accepted_per_position)) > 1, "drafts of all positions were kept equally often"
 
 
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_target_alone_replays_what_it_enqueues(engines: Callable[..., Path], requests: int) -> None:
+    """What speculation is compared with is captured as well."""
+    made = engines(**NUMERICS["float32"], max_batch_size=requests, max_seq_len=200)
+    prompts = greedy_reference.prompts()[: 2 * requests + 1]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    captured, stats, rings = decode(made, prompts, params, speculative=False, request_counts=(1, 4))
+    eager, _, wanted = decode(made, prompts, params, speculative=False, request_counts=())
+    assert captured == eager and stats.device_steps > 0 and stats.draft_calls == 0
+    assert all(torch.equal(a, b) for a, b in zip(rings, wanted, strict=True))
+
+
 @pytest.mark.parametrize("method", [None, BlockVerification()])
 def test_sampled_steps_replay(engines: Callable[..., Path], method: Any) -> None:
     made = engines(**NUMERICS["float32"], max_batch_size=4, max_seq_len=200, sampling=True)

@@ -68,6 +68,16 @@ def test_sampled_tokens_are_those_of_the_host(method: Any, sampling: bool) -> No
     assert device.device_steps > 0
 
 
+@pytest.mark.parametrize("sampling", [True, False])
+def test_a_target_alone_decodes_on_the_device(sampling: bool) -> None:
+    """What speculation is compared with is replayed from graphs as well; big seeds keep all their bits."""
+    temperatures = [0.7, 0.0, 1.3] if sampling else [0.0]
+    seeds = [9, 0x123456789ABCDEF1, 0xFEDCBA9876543]
+    params = [SamplingParams(max_tokens=30, temperature=t, seed=s) for t in temperatures for s in seeds]
+    _, device = both(params, prompts=len(params), slots=2, speculative=False)
+    assert device.device_steps > 0 and device.draft_calls == 0 and device.tokens_per_step == 1
+
+
 def test_requests_of_other_lengths_share_a_batch() -> None:
     params = [SamplingParams(max_tokens=25, num_draft_tokens=n) for n in (0, 1, 2, 3, 4, None)]
     _, device = both(params, prompts=6, slots=6)
