@@ -279,7 +279,7 @@ def _check_plugin_layers(network: ParsedNetwork, expected: Mapping[str, int], pa
 
 
 def to_dict(build: BuildConfig) -> dict[str, Any]:
-    """A JSON-ready copy without ``options``, which change no result."""
+    """A JSON-ready copy without ``options``, which the runtime does not need."""
     values = {k: v for k, v in dataclasses.asdict(build).items() if k != "options"}
     return {k: v.value if isinstance(v, enum.Enum) else v for k, v in values.items()}
 

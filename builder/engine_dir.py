@@ -3,7 +3,7 @@
     config.json             the header, readable without TensorRT
     draft/rank{r}.engine    one plan a rank
     target/rank{r}.engine   the same for the target, unless only the draft was converted
-    weights/                the rank shards, linked or copied: the torch session and refits read them
+    weights/                the rank shards, linked or copied: the torch session reads them
     tokenizer.json          and its configuration, if the checkpoint has them
 
 It is written beside its final place and renamed when complete, so a directory of that name is whole.

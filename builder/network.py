@@ -52,7 +52,7 @@ def target_ring_rows(config: TargetConfig) -> int:
 
 
 def draft_io(config: DraftConfig, context: BuildContext, *, slots: int, sampling: bool) -> NetworkIO:
-    """The draft's names and shapes (design section 5)."""
+    """The draft's names and shapes."""
     i32, f32, act = torch.int32, torch.float32, context.dtype
     ring = (slots, config.sliding_window, config.head_dim)
     block = config.block_size

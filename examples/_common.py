@@ -1,4 +1,4 @@
-"""What the examples share: text to token ids and back, what computes, and why plans can't run."""
+"""What the examples share: text to token ids and back, prompt files, what computes, and opening a job."""
 
 from __future__ import annotations
 

@@ -21,15 +21,15 @@ Their inputs are those of a real decode: prompts go through target and draft, an
 given, prefill and steps, is given to every runner. So ids are in the vocabulary, positions and slots belong
 together, and features and caches are the target's.
 
-What counts as equal is told in ``_comparison.py``, with the limits of :data:`LIMITS` and, for engines,
-:data:`ENGINE_LIMITS`. In 16 bits an engine, which sums in another order, can turn a near tie: a row goes to
-another expert, or gets another token and other drafts behind it. Limits are not widened to hide that, or they
-would hide broken kernels too: such an output is FAILED, with the number of rows beyond the limit. A tie moves
+What counts as equal is told in ``_comparison.py``, with the limits of ``LIMITS`` and, for engines,
+``ENGINE_LIMITS`` in this script. In 16 bits an engine, which sums in another order, can turn a near tie: a row
+goes to another expert, or gets another token and other drafts behind it. Limits are not widened to hide that, or
+they would hide broken kernels too: such an output is FAILED, with the number of rows beyond the limit. A tie moves
 single rows, a broken kernel many.
 
-The exit status is 1 if anything differs and 2 if nothing could be compared. With a checkpoint, both numerics are
-compared, each within itself, and their distance from each other is printed. ``--save DIR`` keeps models, inputs
-and reference outputs for ``polygraphy run``.
+The exit status is 1 if anything differs or a rank failed, and 2 if options, directory or number of ranks are
+wrong. With a checkpoint, both numerics are compared, each within itself, and their distance from each other is
+printed. ``--save DIR`` keeps models, inputs and reference outputs for ``polygraphy run``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every operation has one C function ``int dspark_<op>(const dspark_<op>_params*, cudaStream_t)`` and a
 ``size_t dspark_<op>_workspace(const dspark_<op>_params*)``. Its parameter struct holds, in this order:
-the activation type, the number of symbols, pointers of the inputs and outputs in declaration order (null
+the activation type, a reserved word, pointers of the inputs and outputs in declaration order (null
 for those that these attributes don't have), the workspace, the sizes of the declaration's symbols in
 order of first appearance, and the attributes. This module makes the header that the kernels include, the
 ctypes struct that calls them, and the table that the TensorRT plugins in C++ work by, so that they can't

@@ -96,7 +96,7 @@ ONNX_ROTATE = """
 
 
 def onnx_rotate(x: str, out: str, cos: str, sin: str, cast: str, *, inverse: bool = False) -> str:
-    """ONNX text that rotates ``x`` into ``out``; needs :func:`onnx_rope_constants` before it."""
+    """ONNX text that rotates ``x`` into ``out``; needs :func:`onnx_rope_tables` before it."""
     even, odd = ("Add", "Sub") if inverse else ("Sub", "Add")
     return ONNX_ROTATE.format(x=x, out=out, cos=cos, sin=sin, cast=cast, even=even, odd=odd, parts="rope_parts")
 

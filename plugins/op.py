@@ -8,7 +8,7 @@ function beside it, the TensorRT plugin fields, shape inference and the dtype ch
 (:mod:`dspark_trt.plugins.trt_plugin`).
 
 Calling an operation inside ``torch.onnx.export`` writes one node of domain ``dspark``; calling it
-anywhere else checks the inputs and computes the reference.
+anywhere else checks the inputs and computes the reference, or what an open :func:`executor_scope` computes.
 
 Dimensions: a lower-case word (``rows``) is dynamic, a capital letter (``H``) is static and must be
 known when an engine is built, an integer is that integer; an attribute's name, possibly divided

@@ -54,7 +54,7 @@ class EngineLoadError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How TensorRT builds; changes no result."""
+    """How TensorRT builds: the choice of kernels may change last bits, nothing else."""
 
     profiling_verbosity: Literal["layer_names_only", "detailed", "none"] = "layer_names_only"
     input_timing_cache: Path | None = None
@@ -144,7 +144,7 @@ class TensorRT:
         return here
 
     def parse(self, model: bytes, path: Path) -> ParsedNetwork:
-        """Parse an ONNX model into a strongly typed network.
+        """Parse an ONNX model into a network, strongly typed but in TensorRT 8.
 
         Args:
             model: the serialised model.
@@ -152,6 +152,7 @@ class TensorRT:
 
         Raises:
             EngineBuildError: with every message of the parser.
+            TensorRTUnavailableError: TensorRT-RTX's parser can't find its library.
         """
         if self.is_rtx and (problem := unversioned_library_problem(self.version)):
             raise TensorRTUnavailableError(problem)

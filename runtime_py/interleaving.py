@@ -95,7 +95,7 @@ class Interleaver:
         draft: None to decode with the target alone.
         rings: caches of target and draft.
         counts: request counts to capture; larger batches are enqueued call by call.
-        method: of the verifier, for batches with a sampled request.
+        verifier: its method serves batches with a sampled request.
         stream: the rank's stream; None on a CPU, where nothing is captured.
         fault: int32 [1] on the device, of the mailbox; anything but zero ends the step with ``on_fault``.
     """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs tests of every kernel under compute-sanitizer, with the python3 of a machine that tests/run_gpu.sh runs on:
-# racecheck (shared memory), memcheck (accesses, leaks of bounds) and initcheck (reads of what nobody wrote). Eight
+# racecheck (shared memory), memcheck (accesses out of bounds) and initcheck (reads of what nobody wrote). Eight
 # processes at a time on one GPU; a line for each, and exit status 1 if one found something. Ranks that wait for each
 # other are left out: under the tools kernels run one after the other.
 #   bash tests/run_sanitizer.sh [DIRECTORY FOR LOGS]
