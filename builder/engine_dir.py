@@ -124,6 +124,8 @@ class EngineDir:
                 problems.append(f"{name} has {file.stat().st_size} bytes, {facts['bytes']} were written")
         if (tokens := self.build.num_draft_tokens) != self.draft.block_size:
             problems.append(f"built for {tokens} draft tokens, the draft's block is {self.draft.block_size}")
+        if not problems and (found := read_shard_config(self.path / WEIGHTS).weights_hash) != self.weights_hash:
+            problems.append(f"{WEIGHTS} are of a checkpoint with hash {found}, the engines of {self.weights_hash}")
         return problems
 
     def check_runtime(

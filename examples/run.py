@@ -69,7 +69,7 @@ class Options:
     timeout: float = DEFAULT_TIMEOUT_S
     """Seconds after which a prefill, a step or loading is taken for stuck; the job ends then."""
     check_lockstep: bool = False
-    """Compare the ranks' decisions at every step; with engines on several ranks they always are."""
+    """Compare the ranks' decisions at every step of the host; on GPUs, and with engines, they always are."""
     stream: bool = False
     """Print text as it comes; of several prompts, a line for each step of each."""
     run_profiling: bool = False

@@ -52,7 +52,7 @@ def open_decoder(
     Args:
         sampler: chooses tokens in drafting and in verification, in place of the keyed Gumbel noise.
         online_acceptance: a scheduler will estimate acceptance while decoding, which keeps the draft's sampling whole.
-        check_lockstep: compare what the ranks decide at every step; engines of several ranks always are.
+        check_lockstep: compare what ranks decide at every step of the host; on devices and with engines they always do.
         device: auto is a GPU wherever there is one for every rank.
         backend: auto is TensorRT where the engines run on every rank.
         request_counts: request counts whose steps are captured on a GPU; None for powers of two up to the

@@ -6,12 +6,14 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
 from dspark_trt.runtime_py.communicator import Communicator, MpiCommunicator, fail_together
 from dspark_trt.runtime_py.costs import CostTable
+from dspark_trt.runtime_py.decoder import Execution
 from dspark_trt.runtime_py.requests import SamplingParams
 from dspark_trt.runtime_py.scheduling import EarlyStop
 from dspark_trt.runtime_py.verification import BlockVerification, Verifier
@@ -84,20 +86,26 @@ def lockstep(communicator: Communicator) -> dict[str, object]:
 
 
 def unlike(communicator: Communicator) -> dict[str, object]:
-    """Ranks whose logits differ: rank 0's tokens on all, or the check's error."""
+    """Ranks whose logits differ: rank 0's tokens on all, or an error on all, as on the device always."""
     tables = Tables.random(9, 5)
     target = TiltedTarget(tables, communicator.rank)
     loop = table_decoder(tables, target=target, communicator=communicator)
     done, _ = loop.generate([[0], [1]], SamplingParams(max_tokens=200, stop_token_ids=[3]))
     texts = communicator.all_gather_object([c.token_ids for c in done])
-    checked = table_decoder(tables, target=target, communicator=communicator, check_lockstep=True)
-    try:
-        checked.generate([[0]], SamplingParams(max_tokens=9))
-        error = ""
-    except RuntimeError as caught:
-        error = str(caught)
-    errors = communicator.all_gather_object(error)
-    return {"unlike_equal": all(t == texts[0] for t in texts), "unlike_tokens": texts[0], "errors": errors}
+    report: dict[str, object] = {"unlike_equal": all(t == texts[0] for t in texts), "unlike_tokens": texts[0]}
+    checks: dict[str, dict[str, Any]] = {
+        "errors": {"check_lockstep": True},
+        "device_errors": {"execution": Execution(steps="device")},
+    }
+    for name, options in checks.items():
+        checked = table_decoder(tables, target=target, communicator=communicator, **options)
+        try:
+            checked.generate([[0]], SamplingParams(max_tokens=9))
+            error = ""
+        except RuntimeError as caught:
+            error = str(caught)
+        report[name] = communicator.all_gather_object(error)
+    return report
 
 
 def main() -> None:

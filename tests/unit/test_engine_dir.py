@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -260,6 +261,18 @@ def test_another_draft_length_is_refused_before_anything_is_built(api: TensorRT,
 
 def test_engine_file_names() -> None:
     assert engine_dir.engine_file_name("target", 3) == "target/rank3.engine"
+
+
+def test_weights_of_another_checkpoint_are_refused(built: EngineDir, shards: Path, tmp_path: Path) -> None:
+    """ENG-2: the same shapes and sizes, so that nothing else tells them apart."""
+    write_checkpoint(tmp_path / "released", tiny_config("v4.1"), seed=1)
+    convert_checkpoint(tmp_path / "released", tmp_path / "other", tp_size=2)
+    weights = built.path / "weights"
+    for name in ("config.json", "rank0.safetensors", "rank1.safetensors"):
+        (weights / name).unlink()
+        shutil.copyfile(tmp_path / "other" / name, weights / name)
+    with pytest.raises(EngineDirError, match=r"weights are of a checkpoint with hash .*, the engines of .*build again"):
+        EngineDir.open(built.path)
 
 
 class Cache:
