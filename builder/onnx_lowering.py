@@ -87,11 +87,9 @@ def add_activations(model: onnx.ModelProto) -> None:
     Raises:
         EngineBuildError: naming the nodes whose T tensors are of a type that is not known or not TensorRT 8's.
     """
-    graph, problems = model.graph, []
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    types |= {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.output, *graph.value_info)}
-    names = {TensorProto.FLOAT16: "float16", TensorProto.FLOAT: "float32"}
-    for node in graph.node:
+    types, problems = _types(model.graph), []
+    names: dict[int, str] = {TensorProto.FLOAT16: "float16", TensorProto.FLOAT: "float32"}
+    for node in model.graph.node:
         if node.domain != DOMAIN:
             continue
         op, said = ALL_OPS[node.op_type], _attributes(node)
@@ -115,9 +113,7 @@ class _Lowering:
     def __init__(self, graph: onnx.GraphProto):
         self._graph = graph
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
-        values = (*graph.input, *graph.output, *graph.value_info)
-        self._types = {v.name: v.type.tensor_type.elem_type for v in values}
-        self._types |= {name: tensor.data_type for name, tensor in self._initializers.items()}
+        self._types = _types(graph)
 
     def run(self) -> list[str]:
         """Rewrite the graph; what could not be rewritten."""
@@ -231,6 +227,13 @@ class _Lowering:
             self._graph.initializer.append(tensor)
             self._initializers[tensor.name] = tensor
             self._types[tensor.name] = tensor.data_type
+
+
+def _types(graph: onnx.GraphProto) -> dict[str, int]:
+    """Name -> element type, of every value whose type the graph tells."""
+    values = (*graph.input, *graph.output, *graph.value_info)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    return types | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
 def _attributes(node: NodeProto) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dspark_trt.plugins.collective import collective_scope
 from dspark_trt.plugins.op import DOMAIN, Op, decode_attributes
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.runtime_py.communicator import Communicator
-from dspark_trt.runtime_py.session import Session
+from dspark_trt.runtime_py.session import Session, make_outputs
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from polygraphy.backend.base import BaseRunner
@@ -90,21 +90,18 @@ class SessionRunner(BaseRunner):
         return input_metadata(self.session.io)
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> dict[str, Any]:
-        io = self.session.io
         # The mailbox of a feed stands for the graph's input; a session has its own.
         feed = {name: to_tensor(value) for name, value in feed_dict.items() if name != MAILBOX}
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             inputs = {name: tensor.to(self.device, copy=True) for name, tensor in feed.items()}
-            shapes = self.session.infer_shapes({name: tuple(t.shape) for name, t in inputs.items()})
-            outputs = {n: torch.empty(i.shape, dtype=i.dtype, device=self.device) for n, i in shapes.items()}
-            outputs |= {output: inputs[source] for output, source in io.aliases.items()}
+            outputs = make_outputs(self.session, inputs, inputs)
             self._synchronize()
             started = time.perf_counter()
             self.session.run(inputs, outputs)
             self._synchronize()
             self.inference_time = time.perf_counter() - started
         self.check()
-        return OrderedDict((info.name, to_feed(outputs[info.name].cpu())) for info in io.outputs)
+        return OrderedDict((info.name, to_feed(outputs[info.name].cpu())) for info in self.session.io.outputs)
 
     def _synchronize(self) -> None:
         if self.stream:

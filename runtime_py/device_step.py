@@ -117,8 +117,7 @@ class DeviceStep:
         state.anchors[rows], state.positions[rows] = bonus, anchors + kept + 1
 
     def draft(self) -> None:
-        if self._draft is None:
-            return
+        assert self._draft is not None
         state, rows = self._state, self._state.rows(self.slots)
         positions = state.positions[rows]
         for name, value in {"anchor_ids": state.anchors[rows], "positions": positions, "slots": self.slots}.items():
