@@ -21,12 +21,15 @@ from torch import Tensor
 
 from tests.benchmarks import mhc_peers as peers
 from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, peer_sets, time_graph
+from tests.benchmarks.graph_edges import edge_kinds
 from tests.gpu.kernel_call import KernelCall
 from tests.op_examples import UNQUANTIZED
 
 HIDDEN = 5120
 ROWS = (1, 5, 10, 20, 40, 80)
 COMPILED_ROWS = (5, 80)
+PRODUCT_COLUMNS = 1792
+"""Of wq_a and wkv together, the first products of V4.1's attention."""
 Launch = Callable[[], Any]
 
 
@@ -70,24 +73,32 @@ def time_sets(make: Callable[[list[Tensor]], Launch], inputs: list[Tensor], sets
     return time_graph(launches * WARM_CALLS if sets == 1 else launches, replays)
 
 
-class Pair:
-    """A boundary and the coefficients of the streams it wrote, on one stream or with the second on another."""
+def no_work() -> None:
+    """What a sublayer does in a graph of boundaries and coefficients only."""
 
-    def __init__(self, boundary: list[Tensor], parameters: list[Tensor], side: torch.cuda.Stream | None = None):
-        self.first = boundary_call(boundary)
-        self.second = coefficients_call([self.first.outputs[0], *parameters])
-        self.side = side
 
-    def __call__(self) -> None:
-        self.first.launch()
-        if self.side is None:
-            self.second.launch()
+def chain(first: Launch, second: Launch, side: torch.cuda.Stream | None, beside: Launch = no_work) -> Launch:
+    """``first``, then ``second`` and ``beside``: one after the other, or ``second`` on ``side`` in the meantime."""
+
+    def launch() -> None:
+        first()
+        if side is None:
+            second(), beside()
             return
         main = torch.cuda.current_stream()
-        self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            self.second.launch()
-        main.wait_stream(self.side)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            second()
+        beside()
+        main.wait_stream(side)
+
+    return launch
+
+
+def pair(one: list[Tensor], side: torch.cuda.Stream | None) -> Launch:
+    """A boundary, then the coefficients of the streams it wrote, from six and three inputs."""
+    boundary = boundary_call(one[:6])
+    return chain(boundary.launch, coefficients_call([boundary.outputs[0], *one[6:]]).launch, side)
 
 
 def assert_same(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
@@ -168,9 +179,60 @@ def time_pairs(report: Report, rows: int, cache: str, replays: int, side: torch.
     boundary, (_, *parameters) = boundary_inputs(rows), coefficient_inputs(rows)
     size = sum(t.nbytes for t in (*boundary, *parameters)) + boundary[1].nbytes
     sets = cold_sets(size) if cache == "cold" else 1
-    timing = time_sets(lambda one: Pair(one[:6], one[6:], side), [*boundary, *parameters], sets, replays)
+    timing = time_sets(lambda one: pair(one, side), [*boundary, *parameters], sets, replays)
     facts = {"rows": rows, "hidden": HIDDEN, "cache": cache, "streams": 1 if side is None else 2}
     report.add("mhc_boundary_and_coefficients", timing, moved_bytes=size, **facts)
+
+
+def time_beside_a_product(report: Report, rows: int, side: torch.cuda.Stream, replays: int) -> None:
+    """What coefficients add to a boundary and a product that doesn't need them, as a sublayer's first doesn't: on the
+    same stream, or on ``side`` while the product runs."""
+    boundary, (_, *parameters) = boundary_inputs(rows), coefficient_inputs(rows)
+    weight = torch.randn(HIDDEN, PRODUCT_COLUMNS, device="cuda").bfloat16()
+
+    def made(side: torch.cuda.Stream | None, with_coefficients: bool) -> Callable[[list[Tensor]], Launch]:
+        def make(one: list[Tensor]) -> Launch:
+            first = boundary_call(one[:6])
+            second = coefficients_call([first.outputs[0], *one[6:9]]).launch if with_coefficients else no_work
+            product = torch.empty(rows, PRODUCT_COLUMNS, device="cuda", dtype=weight.dtype)
+            return chain(first.launch, second, side, lambda: torch.mm(first.outputs[2], one[9], out=product))
+
+        return make
+
+    inputs = [*boundary, *parameters, weight]
+    size = sum(t.nbytes for t in inputs) + boundary[1].nbytes
+    sets = cold_sets(size)
+    timing = time_sets(made(side, True), inputs, sets, replays)
+    peers = {"one stream": time_sets(made(None, True), inputs, sets, replays).median_us}
+    without = time_sets(made(None, False), inputs, sets, replays).median_us
+    facts = {
+        "rows": rows,
+        "hidden": HIDDEN,
+        "cache": "cold",
+        "streams": 2,
+        "without_coefficients_us": round(without, 3),
+    }
+    report.add("mhc_boundary_and_coefficients_beside_a_product", timing, peers=peers, moved_bytes=size, **facts)
+
+
+def cost_of_a_fork(side: torch.cuda.Stream, replays: int) -> dict[str, Any]:
+    """What two streams cost in a graph without any work, and how nodes wait for each other in ours."""
+    found: dict[str, Any] = {}
+    inputs = [*boundary_inputs(5), *coefficient_inputs(5)[1:]]
+    for name, stream in (("one stream", None), ("two streams", side)):
+
+        def empty() -> None:
+            torch.cuda._sleep(0)
+
+        # A boundary is one kernel, coefficients are two.
+        launch = chain(empty, lambda: (empty(), empty()), stream)
+        ours = pair(inputs, stream)
+        ours()
+        found[name] = {
+            "three_empty_kernels_us": time_graph([launch] * WARM_CALLS, replays).median_us,
+            "edges_of_ten_pairs": edge_kinds(ours, 10),
+        }
+    return found
 
 
 def rank_main(rank: int, ranks: int, port: int, output: Path, quick: bool) -> None:
@@ -278,6 +340,9 @@ def main() -> None:
     for rows in ROWS:
         for cache in ("cold", "warm"):
             time_pairs(report, rows, cache, 50, side)
+        time_beside_a_product(report, rows, side, 50)
+    report.summary["two_streams"] = cost_of_a_fork(side, 50)
+    print(report.summary, flush=True)
     report.write(arguments.output)
 
 

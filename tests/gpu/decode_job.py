@@ -1,4 +1,7 @@
-"""A job of ranks, one GPU each, that decodes the recorded prompts; rank 0 reports as JSON."""
+"""A job of ranks that decodes the recorded prompts; rank 0 reports as JSON.
+
+mpirun -n 2 python -m tests.gpu.decode_job ENGINES TOKENS BACKEND GPUS
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,17 @@ from dspark_trt.runtime_py.requests import SamplingParams
 from dspark_trt.runtime_py.watchdog import Watchdog
 
 from tests import greedy_reference
+from tests.gpu.gpus import ranks_on
 
 
-def main(engines: Path, tokens: int, backend: Backend) -> None:
+def main(engines: Path, tokens: int, backend: Backend, gpus: int) -> None:
     directory = EngineDir.open(engines)
     communicator = connect(directory.tp_size)
-    with fail_together(communicator), Watchdog(communicator.rank, communicator.abort, timeout_s=60) as watchdog:
+    with (
+        ranks_on(gpus),
+        fail_together(communicator),
+        Watchdog(communicator.rank, communicator.abort, timeout_s=60) as watchdog,
+    ):
         with Decoder.from_dir(
             engines,
             communicator=communicator,
@@ -38,4 +46,4 @@ def main(engines: Path, tokens: int, backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), "tensorrt" if sys.argv[3] == "tensorrt" else "torch")
+    main(Path(sys.argv[1]), int(sys.argv[2]), "tensorrt" if sys.argv[3] == "tensorrt" else "torch", int(sys.argv[4]))

@@ -1,6 +1,7 @@
-"""One rank of a tensor-parallel job: target and draft engines on this rank's GPU, the mailbox between the ranks.
+"""One rank of a tensor-parallel job: target and draft engines on this rank's GPU, the mailbox between the ranks;
+where there are fewer GPUs than ranks, they share.
 
-    mpirun -n 2 python -m tests.gpu.engine_job ENGINES REFERENCES DTYPE
+    mpirun -n 2 python -m tests.gpu.engine_job ENGINES REFERENCES DTYPE GPUS
 
 Rank 0 prints a report as JSON: how near the engines are to a single rank in torch, whether both ranks have the same
 bits, and whether replayed steps have the bits of eager ones.
@@ -24,12 +25,12 @@ from tests.gpu.engine_calls import distances, run_calls
 from tests.gpu.test_tensorrt_engines import KINDS, Step
 
 
-def main(engines: Path, references: Path, dtype: str) -> None:
+def main(engines: Path, references: Path, dtype: str, gpus: int) -> None:
     communicator = MpiCommunicator()
     with fail_together(communicator, debug=True):
         rank = communicator.rank
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(device)
         api = tensorrt_api.load("tensorrt")
         directory = EngineDir.open(engines)
         mailbox = Mailbox.create(communicator, directory.draft.hidden_size, getattr(torch, dtype), device)
@@ -77,4 +78,4 @@ def _replays_identical(sessions: dict[str, TensorRTSession], directory: EngineDi
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

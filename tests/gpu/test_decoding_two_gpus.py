@@ -1,4 +1,4 @@
-"""The decode loop tensor parallel on two GPUs under mpirun, the mailbox inside the captured steps."""
+"""The decode loop tensor parallel under mpirun, the mailbox inside the captured steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import pytest
 from dspark_trt.runtime_py.requests import Statistics
 
 from tests import greedy_reference
+from tests.gpu.gpus import over_gpus
 from tests.mpi_jobs import run_job
 from tests.placeholder_engines import make_engines
 
-pytestmark = [pytest.mark.gpu2, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
+@over_gpus
 @pytest.mark.parametrize("mode", greedy_reference.MODES)
-def test_two_ranks_decode_what_the_cpu_decodes(mode: str, tmp_path: Path) -> None:
+def test_two_ranks_decode_what_the_cpu_decodes(mode: str, gpus: int, tmp_path: Path) -> None:
     """As on one GPU; partial sums of two ranks are added in rank order and rounded once more than whole sums. Released
     weights turn that into other tokens (test_decoding.py says how far that goes); drafts must be as good as ever."""
     engines = make_engines(tmp_path, 2, **greedy_reference.build_options(mode))
     tokens = greedy_reference.TOKENS
-    job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(tokens), "torch", timeout=200)
+    job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(tokens), "torch", str(gpus), timeout=200)
     assert job.status == 0, job.err
     report = json.loads(job.out.splitlines()[-1])
     assert report["stats"]["device_steps"] > 0

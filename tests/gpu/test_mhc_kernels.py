@@ -127,6 +127,18 @@ def test_coefficients_of_equal_streams(dtype: torch.dtype, hidden: int, seed: in
         assert torch.equal(bits(got), bits(want))
 
 
+@pytest.mark.parametrize("hidden", [512, 768, 1280, 2304, 8192, 16384])
+def test_coefficients_of_other_widths(hidden: int, seed: int) -> None:
+    """Multiples of 256 that no released model has: slices of channels that don't fill the last round of blocks."""
+    for dtype in DTYPES:
+        inputs = coefficient_inputs(Draw(seed), 9, hidden, dtype, size=30)
+        whole = call(MHC_COEFFICIENTS, inputs, **COEFFICIENTS)
+        assert_coefficients(whole, coefficients64(*inputs, **COEFFICIENTS))
+        alone = call(MHC_COEFFICIENTS, [inputs[0][4:5].contiguous(), *inputs[1:]], **COEFFICIENTS)
+        for got, want in zip(alone, whole, strict=True):
+            assert torch.equal(bits(got), bits(want[4:5]))
+
+
 @pytest.mark.parametrize(("hc_eps", "iterations"), [(1e-6, 1), (1e-2, 20), (1e-6, 3)])
 def test_coefficients_eps_and_rounds(hc_eps: float, iterations: int, seed: int) -> None:
     """HC-1: eps is added to each sum, not to each quotient."""

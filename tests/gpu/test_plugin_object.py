@@ -11,13 +11,15 @@ import pytest
 import torch
 from dspark_trt.plugins.kernels import has_kernel, kernel_scope
 from dspark_trt.plugins.trt_plugin import TensorDesc
+from torch import Tensor
 
 from tests import plugin_object
 from tests.gpu.kernel_call import bits
-from tests.op_examples import LABELS, example
+from tests.op_examples import LABELS, Example, example
 from tests.plugin_object import (
     Driver,
     Headers,
+    Plugin,
     compile_plugins,
     described,
     fields_of,
@@ -37,7 +39,8 @@ def driver(headers: Headers, library: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("label", LABELS)
 def test_a_replayed_plugin_gives_the_bits_of_the_kernel(driver: Driver, label: str, activation: torch.dtype) -> None:
-    """TensorRT rules 1, 2 and 6: enqueue is captured, and all it needs is in the plan and the workspace."""
+    """TensorRT rules 1, 2 and 6: enqueue is captured, and all it needs is in the plan and the workspace. One object
+    serves several row counts, one after the other."""
     call = example(label, activation)
     op, values = call.op, call.values
     if not has_kernel(op):
@@ -45,16 +48,11 @@ def test_a_replayed_plugin_gives_the_bits_of_the_kernel(driver: Driver, label: s
     name = str(activation).removeprefix("torch.")
     if not driver.is_v3 and activation is torch.bfloat16:
         pytest.skip("TensorRT 8 has no bfloat16")
-    inputs = [t.cuda().contiguous() for t in call.tensors]
-    with kernel_scope():
-        results = op(*(t.clone() for t in inputs), **call.attributes)
-    expected = results if isinstance(results, tuple) else (results,)
-
     if not driver.is_v3 and any(spec.dtype == "int8" for spec in (*op.inputs(values), *op.outputs(values))):
         pytest.skip("TensorRT 8 can't carry bytes")
     plugin = driver.create(op.name, fields_of(values), name)
     assert plugin is not None
-    sizes = {k: v for k, v in op.bind(values, inputs).items() if k not in ("T", "rows", "requests")}
+    sizes = {k: v for k, v in op.bind(values, call.tensors).items() if k not in ("T", "rows", "requests")}
     dynamic, count = described(op, values, name, sizes)
     assert plugin.configure(dynamic, count, largest=16) == 0
     scratch = torch.empty(plugin.workspace_bytes(dynamic, count, largest=16), dtype=torch.uint8, device="cuda")
@@ -62,8 +60,17 @@ def test_a_replayed_plugin_gives_the_bits_of_the_kernel(driver: Driver, label: s
     plugin.destroy()
     assert loaded is not None
     context = loaded.attach()
+    for part in (call, call.rows(slice(2, 5)), call):
+        assert_replays_like_the_kernel(context, part, count, scratch)
 
-    aliases = op.aliases(values)
+
+def assert_replays_like_the_kernel(context: Plugin, call: Example, count: int, scratch: Tensor) -> None:
+    """``count`` is the number of inputs; outputs are poisoned and aliased ones restored before each replay."""
+    inputs = [t.cuda().contiguous() for t in call.tensors]
+    with kernel_scope():
+        results = call.op(*(t.clone() for t in inputs), **call.attributes)
+    expected = results if isinstance(results, tuple) else (results,)
+    aliases = call.op.aliases(call.values)
     rings = {source: inputs[source].clone() for source in aliases.values()}
     outputs = [inputs[aliases[i]] if i in aliases else torch.empty_like(out) for i, out in enumerate(expected)]
     tensors = [TensorDesc(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in (*inputs, *outputs)]

@@ -168,7 +168,7 @@ def test_split_drafts_in_the_decode_loop(tmp_path: Path) -> None:
     decide which tokens there are, but how many a step gives."""
     options = greedy_reference.build_options("float32")
     engines = make_engines(tmp_path, 2, **options, vocabulary_split_from=1, request_split_from=5)
-    job = run_job(2, "-m", "tests.gpu.decode_job", engines, "60", "torch", timeout=200)
+    job = run_job(2, "-m", "tests.gpu.decode_job", engines, "60", "torch", "2", timeout=200)
     assert job.status == 0, job.err
     report = json.loads(job.out.splitlines()[-1])
     stats = Statistics(**report["stats"])

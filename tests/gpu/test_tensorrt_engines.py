@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tests.gpu import engine_calls
 from tests.gpu.engine_calls import DTYPES, Open, Outputs, build_config, check_tokens, distances, run_calls
+from tests.gpu.gpus import over_gpus
 from tests.mpi_jobs import run_job
 
 KINDS: tuple[Kind, ...] = ("target", "draft")
@@ -235,16 +236,16 @@ def test_the_native_lowering_as_far_as_the_compiler_goes(
         assert most <= 4 * spread[name][0] + 8 * torch.finfo(torch.float32).eps, name
 
 
-@pytest.mark.gpu2
+@over_gpus
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_reduce_inside_their_engines(
-    tensorrt_engines: Open, tmp_path: Path, references: Callable[..., tuple[list[Outputs], ...]], dtype: str
+    tensorrt_engines: Open, tmp_path: Path, references: Callable[..., tuple[list[Outputs], ...]], dtype: str, gpus: int
 ) -> None:
-    """Under mpirun, one GPU a rank: the mailbox is an input of the engines; eager and captured, bit-equal on both."""
+    """Under mpirun: the mailbox is an input of the engines; eager and captured, bit-equal on both."""
     directory = tensorrt_engines(dtype, 2)
     for kind in KINDS:
         torch.save(references(kind, dtype), tmp_path / f"{kind}_{dtype}.pt")
-    job = run_job(2, "-m", "tests.gpu.engine_job", directory.path, tmp_path, dtype, timeout=300)
+    job = run_job(2, "-m", "tests.gpu.engine_job", directory.path, tmp_path, dtype, str(gpus), timeout=300)
     assert job.status == 0, job.out + job.err
     report = json.loads(job.out.splitlines()[-1])
     print(report)

@@ -12,6 +12,7 @@ from dspark_trt.runtime_py.requests import SamplingParams
 
 from tests import greedy_reference
 from tests.gpu.engine_calls import DTYPES, Open
+from tests.gpu.gpus import over_gpus
 from tests.mpi_jobs import run_job
 
 TOKENS = 100
@@ -42,18 +43,18 @@ def test_the_loop_decodes_what_torch_decodes(api: TensorRT, tensorrt_engines: Op
     assert sum(a == b for a, b in zip(tokens("tensorrt", host=True), found, strict=True)) >= SAME[dtype]
 
 
-@pytest.mark.gpu2
+@over_gpus
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_decode_with_engines(api: TensorRT, tensorrt_engines: Open, dtype: str) -> None:
+def test_two_ranks_decode_with_engines(api: TensorRT, tensorrt_engines: Open, dtype: str, gpus: int) -> None:
     """Under mpirun, the mailbox inside the engines, every decision compared between the ranks."""
     engines = tensorrt_engines(dtype, 2).path
     found = {}
     for backend in ("tensorrt", "torch"):
-        job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(TOKENS), backend, timeout=200)
+        job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(TOKENS), backend, str(gpus), timeout=200)
         assert job.status == 0, job.err
         report = json.loads(job.out.splitlines()[-1])
         assert report["stats"]["device_steps"] > 0
         found[backend] = report["tokens"]
     same = sum(a == b for a, b in zip(found["tensorrt"], found["torch"], strict=True))
-    print(f"{dtype}, {api}: {same} of {len(found['torch'])} prompts are identical to torch's on two GPUs")
+    print(f"{dtype}, {api}: {same} of {len(found['torch'])} prompts are identical to torch's, {gpus} GPU(s)")
     assert same >= SAME[dtype]
