@@ -50,9 +50,12 @@ class Wheel(bdist_wheel):
 
     def run(self) -> None:
         if NVCC is None:
-            say("nvcc was not found, so the CUDA kernels are left out (CPU only)")
+            say(
+                "nvcc was not found, so the CUDA kernels are left out (CPU only); set CUDACXX to its path, which for "
+                "the nvcc extra is nvidia/cu13/bin/nvcc in site-packages"
+            )
         elif CMAKE is None:
-            say(f"found {NVCC} but no cmake, so the CUDA kernels are left out (CPU only)")
+            say(f"found {NVCC} but no cmake, so the CUDA kernels are left out (CPU only); pip install cmake")
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:

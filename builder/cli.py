@@ -71,6 +71,7 @@ class Convert:
     dry_run: bool = False
     """Print sizes, memory and time to expect, and write nothing."""
     log_level: LogLevel = "info"
+    """Messages to show; debug adds the traceback of an error and what libraries say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Build:
     dry_run: bool = False
     """Print shapes, sizes, memory and time to expect, and write nothing."""
     log_level: LogLevel = "info"
+    """Messages to show; debug adds the traceback of an error and what libraries say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class Inspect:
     directory: Annotated[Path | None, tyro.conf.Positional] = None
     """Left out: what this machine has, and which executors it can use."""
     log_level: LogLevel = "warning"
+    """Messages to show; debug adds the traceback of an error and what libraries say."""
 
 
 Options = TypeVar("Options", Convert, Build, Inspect)

@@ -5,9 +5,8 @@ DSpark draft, whose keys start with ``dspark_``. V4 keeps all keys at the root; 
 language-model keys under ``text_config`` and leaves ``quantization_config`` at the root.
 :func:`read_configs` accepts both, returns one :class:`TargetConfig` and one :class:`DraftConfig`,
 and refuses what it can't account for: a key that is neither consumed nor on the allow-list, a
-missing key that would change results, values that contradict each other.
-
-No field has a default that changes results: facts of the checkpoint come from the checkpoint.
+missing key that would change results, values that contradict each other. Facts of the checkpoint come from the
+checkpoint; a key that only some releases have means, where it is left out, what the others do without it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from .released_keys import SUPPORTED_QUANTIZATION, SUPPORTED_VALUES, KeyReader
 
 HC_MULT = 4
 """Number of residual streams; the kernels and the released models know no other."""
-
 
 HeadKind = Literal["vanilla", "gated", "rnn"]
 """What a Markov head's bias depends on: the token before, its row too, or all slots before (spec section 5.1)."""
@@ -254,7 +252,8 @@ def parse_configs(
         other = text.get("dspark_n_activated_experts", int, None)  # the inference configuration's name
         draft_top_k = text.get("dspark_num_experts_per_tok", int, dataclasses.MISSING if other is None else other)
         if other not in (None, draft_top_k):
-            text.problems.append(f"dspark_n_activated_experts is {other}, dspark_num_experts_per_tok {draft_top_k}")
+            both = f"dspark_n_activated_experts is {other}, dspark_num_experts_per_tok {draft_top_k}"
+            text.problems.append(f"{both}, expected the same; leave out the one that is wrong")
 
     # V4.1 nests the language model, but keeps the token ids at the root.
     ids = {key: text.values.get(key, root.get(key)) for key in ("bos_token_id", "eos_token_id")}

@@ -32,7 +32,7 @@ from ..plugins.tensorrt_api import EngineBuildError, EngineOptions, ParsedNetwor
 from ..plugins.trt_plugin import PluginFailures, registered_creators
 from .config import ConfigError, DraftConfig, ModelConfig, Numerics, check_draft_length
 from .onnx_lowering import OPSET as OPSET_OF_TENSORRT_8
-from .onnx_lowering import add_activations, lower_to_opset17
+from .onnx_lowering import add_activations, float_types, lower_to_opset17
 
 if TYPE_CHECKING:
     from .network import TensorInfo
@@ -62,6 +62,7 @@ class BuildConfig:
     lowering: Lowering = Lowering.PLUGIN
     """native needs no plugin library, and dequantized numerics."""
     numerics: Numerics = Numerics.RELEASED
+    """released quantises activations as the released model does; dequantized leaves them alone."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Activation type; released numerics are defined in bfloat16 only."""
     max_batch_size: int = 8
@@ -135,6 +136,9 @@ def dimension_ranges(kind: Kind, config: ModelConfig, build: BuildConfig) -> dic
 
     A decode call of the draft takes N + 1 context rows a request, one of the target the anchor and N
     drafts; a context call takes any number of rows, of the draft no more than its windows hold.
+
+    Raises:
+        ConfigError: ``build`` has no draft length, because it did not pass through :meth:`BuildConfig.checked`.
     """
     if build.num_draft_tokens is None:
         raise ConfigError("the build configuration has no draft length; pass it through BuildConfig.checked() first")
@@ -194,6 +198,7 @@ def build_engine(
         # Inlined here because TensorRT ignores overloads: of two functions of one name it takes the first.
         model = onnx.inliner.inline_local_functions(model)
         model.opset_import.append(onnx.helper.make_opsetid("trt", 1))
+    types = float_types(model) if api.is_8 else {}
     if (options.onnx_opset or (OPSET_OF_TENSORRT_8 if api.is_8 else OPSET)) == OPSET_OF_TENSORRT_8:
         model = lower_to_opset17(model)
     with registered_creators(api, ALL_OPS.values()) if plugin else nullcontext(PluginFailures()) as failures:
@@ -202,7 +207,7 @@ def build_engine(
             del model
             _check_plugin_layers(network, expected_plugin_layers if plugin else {}, onnx_path)
             parsed = time.perf_counter()
-            plan = network.build(profiles, options)
+            plan = network.build(profiles, options, types)
         except EngineBuildError as error:
             if detail := failures.text():
                 raise EngineBuildError(f"{error}\n{detail}") from error

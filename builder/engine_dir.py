@@ -128,16 +128,13 @@ class EngineDir:
             problems.append(f"{WEIGHTS} are of a checkpoint with hash {found}, the engines of {self.weights_hash}")
         return problems
 
-    def check_runtime(
-        self, product: str, version: str, compute_capability: str, world_size: int, *, weights_hash: str | None = None
-    ) -> None:
+    def check_runtime(self, product: str, version: str, compute_capability: str, world_size: int) -> None:
         """Compare the header with what runs here, before a plan is read.
 
         Args:
             product, version: of the TensorRT in use; a plan runs on the exact version that built it.
             compute_capability: of this rank's GPU, such as "9.0".
             world_size: ranks that were started.
-            weights_hash: of other weights that must come from the same checkpoint.
 
         Raises:
             EngineDirError: naming every field that differs, with both values, and the remedy.
@@ -148,7 +145,6 @@ class EngineDir:
             "number of ranks": (self.tp_size, world_size),
             "plugin ABI": (self.plugin_abi, PLUGIN_ABI),
             "kernels of all plugins": (self.kernels or not self.plugins, True),
-            "weights hash": (self.weights_hash, weights_hash or self.weights_hash),
         }
         if compute_capability not in self.compute_capabilities:
             pairs["compute capability"] = (" or ".join(self.compute_capabilities), compute_capability)
@@ -334,7 +330,7 @@ def _build_in_workers(
                     if job.rank == 0:
                         submit(other for other in later if other.kind == job.kind)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
     return {job.name: built[job.name] for job in jobs}
 

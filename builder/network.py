@@ -134,7 +134,9 @@ def load_network(
         online_acceptance: acceptance will be estimated while decoding, which keeps the draft's sampling whole.
 
     Raises:
-        CheckpointError: the shards don't hold that network or rank, or do not fit it.
+        CheckpointError: the shards are incomplete or damaged, don't hold that network or rank, or do not fit it.
+        ConfigError: numerics and dtype, or ``markov`` and the draft, contradict each other, or the target has
+            compressed attention.
     """
     config = read_shard_config(shards)
     if not 0 <= rank < config.tp_size:

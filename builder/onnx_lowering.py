@@ -31,6 +31,7 @@ _IR_VERSION = 8
 
 _IO_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT32)
 _INNER_TYPES = (*_IO_TYPES, TensorProto.INT64, TensorProto.BOOL)
+_FLOATS: dict[int, str] = {TensorProto.FLOAT16: "float16", TensorProto.FLOAT: "float32"}
 _INT32 = (-(2**31), 2**31 - 1)
 _SAME_SINCE_17 = ("Equal", "Identity", "Reshape", "ScatterND", "Shape", "Size", "Split")
 """Operators of which later opsets only take more types, or have options that are refused below."""
@@ -79,6 +80,12 @@ def lower_to_opset17(model: onnx.ModelProto) -> onnx.ModelProto:
     return lowered
 
 
+def float_types(model: onnx.ModelProto) -> dict[str, str]:
+    """Name -> "float16" or "float32", of every value of such a type, inferred where the model doesn't tell it."""
+    types = value_types(onnx.shape_inference.infer_shapes(model).graph)
+    return {name: _FLOATS[kind] for name, kind in types.items() if kind in _FLOATS}
+
+
 def add_activations(model: onnx.ModelProto) -> None:
     """Give each ``dspark`` node the attribute ``activation``, the type of its T tensors.
 
@@ -87,8 +94,7 @@ def add_activations(model: onnx.ModelProto) -> None:
     Raises:
         EngineBuildError: naming the nodes whose T tensors are of a type that is not known or not TensorRT 8's.
     """
-    types, problems = _types(model.graph), []
-    names: dict[int, str] = {TensorProto.FLOAT16: "float16", TensorProto.FLOAT: "float32"}
+    types, problems = value_types(model.graph), []
     for node in model.graph.node:
         if node.domain != DOMAIN:
             continue
@@ -96,8 +102,8 @@ def add_activations(model: onnx.ModelProto) -> None:
         values = decode_attributes(op, {name: said[name] for name in op.field_kinds()})
         inputs = zip(node.input, op.inputs(values), strict=True)
         found = {types.get(name, TensorProto.UNDEFINED) for name, spec in inputs if spec.dtype == "T"}
-        if len(found) == 1 and found <= names.keys():
-            node.attribute.append(helper.make_attribute("activation", ACTIVATIONS[names[found.pop()]]))
+        if len(found) == 1 and found <= _FLOATS.keys():
+            node.attribute.append(helper.make_attribute("activation", ACTIVATIONS[_FLOATS[found.pop()]]))
         else:
             told = ", ".join(sorted(map(_type_name, found)))
             problems.append(
@@ -113,7 +119,7 @@ class _Lowering:
     def __init__(self, graph: onnx.GraphProto):
         self._graph = graph
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
-        self._types = _types(graph)
+        self._types = value_types(graph)
 
     def run(self) -> list[str]:
         """Rewrite the graph; what could not be rewritten."""
@@ -229,7 +235,7 @@ class _Lowering:
             self._types[tensor.name] = tensor.data_type
 
 
-def _types(graph: onnx.GraphProto) -> dict[str, int]:
+def value_types(graph: onnx.GraphProto) -> dict[str, int]:
     """Name -> element type, of every value whose type the graph tells."""
     values = (*graph.input, *graph.output, *graph.value_info)
     types = {value.name: value.type.tensor_type.elem_type for value in values}

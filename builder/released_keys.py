@@ -52,7 +52,9 @@ class KeyReader:
         self.consumed.add(key)
         if key not in self.values or (self.values[key] is None and default is None):
             if default is dataclasses.MISSING:
-                self.problems.append(f"{key} is missing")
+                self.problems.append(
+                    f"{key} is missing, expected {kind.__name__}; copy it from the release's config.json"
+                )
                 return kind()
             return default
         value = self.values[key]

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import onnxruntime
@@ -110,7 +110,7 @@ class Options:
     """Activation type of dequantized numerics. Left out: that of the engine directory, if it has them, or float32."""
     networks: tuple[Kind, ...] = ("draft", "target")
     """What to compare."""
-    prompts_file: Path = PROMPTS
+    prompts_file: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: examples/prompts.txt)")] = PROMPTS
     """One text a line, whose decode gives the inputs."""
     num_prompts: int = 3
     """Leading prompts of that file to take."""
@@ -276,7 +276,8 @@ def result_table(title: str, rows: Sequence[OutputResult]) -> Table:
 def shards_of(options: Options) -> Iterator[tuple[Path, list[BuildConfig]]]:
     """A shard directory of what is to be compared, and the build configurations to compare it under."""
     if (options.checkpoint is None) == (options.engine_dir is None):
-        raise RequestError("pass either --checkpoint or --engine-dir")
+        given = "both" if options.checkpoint else "neither"
+        raise RequestError(f"{given} of --checkpoint and --engine-dir was given, expected one; pass either")
     if options.engine_dir:
         directory = EngineDir.open(options.engine_dir)
         yield directory.path / WEIGHTS, [build_asked_for(options, directory.build)]

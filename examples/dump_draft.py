@@ -4,19 +4,20 @@
 
 For people whose draft deviates from a reference: run both on the same prompt and compare tensor by tensor.
 Each prompt goes through the target, whose greedy next token becomes the request's anchor, and one draft
-step runs behind it. With R requests, N context rows (all rows of all prompts), blocks of B rows, hidden
-size H, cache rows of D channels and a vocabulary of V, the file holds
+step runs behind it. With R requests, N context rows (all rows of all prompts), F captured layers, hidden size H,
+B drafted tokens, blocks of P rows (B, or B + 1 where the anchor is not sampled), cache rows of D channels and a
+vocabulary of V, the file holds
 
-    anchor_ids [R]  context_features [N, 3H]  context_positions, context_request [N]
-    anchor_positions [R]  positions [R, B]  main_x [N, H]
+    anchor_ids [R]  context_features [N, F * H]  context_positions, context_request [N]
+    anchor_positions [R]  positions [R, P]  main_x [N, H]
     and for each stage s, prefixed stage{s}_:
         context_kv [N, D]                           the rows as cached: rotated, and rounded in released mode
-        attn_in, ffn_in [R, B, H]                   collapsed streams, before the norm
-        attn_out, ffn_out [R, B, H]                 the sublayers' outputs
-        mid_streams, streams [R, B, 4, H]           after the attention, after the experts
-        attn_pre, attn_post, ffn_pre, ffn_post [R, B, 4]
-        attn_comb, ffn_comb [R, B, 4 (source), 4 (target)]
-    hidden_prenorm [R, B, H]  base_logits, corrected_logits [R, B, V]
+        attn_in, ffn_in [R, P, H]                   collapsed streams, before the norm
+        attn_out, ffn_out [R, P, H]                 the sublayers' outputs
+        mid_streams, streams [R, P, 4, H]           after the attention, after the experts
+        attn_pre, attn_post, ffn_pre, ffn_post [R, P, 4]
+        attn_comb, ffn_comb [R, P, 4 (source), 4 (target)]
+    hidden_prenorm [R, B, H]  base_logits, corrected_logits [R, B, V], of the rows that are sampled
     draft_tokens [R, B]  confidence [R, B], before the sigmoid
 
 Activations keep the type that they are computed in (bfloat16 in released mode), coefficients, logits and
@@ -165,7 +166,9 @@ def read_features(path: Path, width: int, dtype: torch.dtype, vocab_size: int) -
     try:
         found = load_file(path)
     except SafetensorError as error:
-        raise DumpError(f"{path}: not a safetensors file ({error})") from None
+        raise DumpError(
+            f"{path}: not a safetensors file ({error}); write it with safetensors.torch.save_file"
+        ) from None
     wanted = ("anchor_ids", "context_features", "context_positions", "context_request")
     if missing := [name for name in wanted if name not in found]:
         raise DumpError(f"{path}: {', '.join(missing)} missing; expected {', '.join(wanted)}")
@@ -185,7 +188,7 @@ def read_features(path: Path, width: int, dtype: torch.dtype, vocab_size: int) -
     if not problems and sorted(set(request.tolist())) != list(range(count)):
         problems.append(f"context_request names {sorted(set(request.tolist()))}, expected each of 0..{count - 1}")
     if problems:
-        raise DumpError(f"{path}: {'; '.join(problems)}")
+        raise DumpError(f"{path}: {'; '.join(problems)}. Write it again, for this checkpoint")
     last = torch.zeros(count, dtype=torch.int32).scatter_reduce(0, request.long(), positions, "amax")
     return Step(anchors, last + 1, features.to(dtype), positions, request)
 
@@ -212,7 +215,8 @@ def draft_step(network: Network, probes: Probes, step: Step) -> dict[str, Tensor
 def dump(options: Options) -> dict[str, Tensor]:
     """Write ``options.output`` and return what it holds."""
     if (options.prompt_ids is None) == (options.features is None):
-        raise DumpError("pass either --prompt-ids or --features")
+        given = "both" if options.features else "neither"
+        raise DumpError(f"{given} of --prompt-ids and --features was given, expected one; pass either")
     prompts = read_prompt_ids(options.prompt_ids) if options.prompt_ids else []
     stages = count_stages(Checkpoint(options.checkpoint).files)
     target, draft = read_configs(options.checkpoint, num_stages=stages, allow_keys=options.allow_config_key)

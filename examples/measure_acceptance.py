@@ -56,7 +56,9 @@ class Options:
     output: Path
     """Directory of acceptance.json and acceptance.png."""
     temperatures: tuple[float, ...] = (0.0, 0.3, 0.7, 1.0, 1.3)
+    """Sampling temperatures to measure at; 0 is greedy, where the methods keep the same drafts."""
     methods: tuple[Literal["standard", "block"], ...] = ("standard", "block")
+    """Verification methods to measure: one draft after the other, or by block."""
     prompts_file: Path | None = None
     """File with one text a line, best of text that the model was not trained on; without, the one beside this
     script."""
@@ -65,6 +67,7 @@ class Options:
     seed: int = 0
     """Of the first prompt; the others follow."""
     bootstrap_samples: int = 2000
+    """Resamplings of the prompts that the intervals are percentiles of."""
     device: DeviceChoice = "auto"
     """auto is a GPU of its own for every rank where there are enough."""
     debug: bool = False
@@ -257,7 +260,9 @@ def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise RequestError("the plot needs matplotlib; install it with: pip install 'dspark-trt[plot]'") from None
+        raise RequestError(
+            "the plot needs matplotlib; install it with: pip install '.[plot]' in the repository"
+        ) from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -33,6 +33,7 @@ from dspark_trt.runtime_py.communicator import Communicator, fail_together
 from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
+from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
 from dspark_trt.runtime_py.trace import trace_scope
 from dspark_trt.runtime_py.verification import Verifier
@@ -69,7 +70,7 @@ class Options:
     timeout: float = DEFAULT_TIMEOUT_S
     """Seconds after which a prefill, a step or loading is taken for stuck; the job ends then."""
     check_lockstep: bool = False
-    """Compare the ranks' decisions at every step of the host; on GPUs, and with engines, they always are."""
+    """Compare the ranks' decisions at every step of the host, not only take rank 0's; steps on GPUs always do so."""
     stream: bool = False
     """Print text as it comes; of several prompts, a line for each step of each."""
     run_profiling: bool = False
@@ -92,7 +93,9 @@ class Options:
         if about_drafts and not self.speculative:
             problems = [f"--no-speculative makes no drafts, which {', '.join(about_drafts)} asks for; leave out either"]
         if sampling.num_draft_tokens is not None and sampling.num_draft_tokens > block_size:
-            problems.append(f"--num-draft-tokens is {sampling.num_draft_tokens}, the draft's block has {block_size}")
+            problems.append(
+                f"--num-draft-tokens is {sampling.num_draft_tokens}, the draft's block has {block_size}; pass no more"
+            )
         if self.compare_target_only and sampling.temperature > 0:
             problems.append(
                 "--compare-target-only wants the same tokens, and at a temperature the two runs draw different ones "
@@ -108,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory, communicator = job
     with fail_together(communicator, debug=options.debug):
         if not 0 < options.timeout < math.inf:
-            raise RequestError(f"--timeout is {options.timeout}, expected a number of seconds above 0")
+            raise RequestError(
+                f"--timeout is {options.timeout}, expected a number of seconds above 0; leave it out for "
+                f"{DEFAULT_TIMEOUT_S:g}"
+            )
         with Watchdog(communicator.rank, communicator.abort, timeout_s=options.timeout) as progress:
             return run(options, directory, communicator, progress)
     raise AssertionError("fail_together ends the job")
@@ -225,11 +231,11 @@ class Stream:
 
 
 def check_ranks(completions: Sequence[Completion], communicator: Communicator) -> None:
-    """Raise RuntimeError unless every rank has the same completions."""
+    """Raise :class:`LockstepError` unless every rank has the same completions."""
     gathered = communicator.all_gather_object([c.token_ids for c in completions])
     for rank, ids in enumerate(gathered):
         if ids != gathered[0]:
-            raise RuntimeError(
+            raise LockstepError(
                 f"rank {rank} produced other tokens than rank 0; run again with --check-lockstep to see where"
             )
 
@@ -345,7 +351,9 @@ def plot_acceptance(stats: Statistics, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise RequestError("--plot needs matplotlib; install it with: pip install 'dspark-trt[plot]'") from None
+        raise RequestError(
+            "--plot needs matplotlib; install it with: pip install '.[plot]' in the repository"
+        ) from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import tyro
 from _released_format import FakeQuantized, save_checkpoint
 from dspark_trt.builder.config import Numerics, parse_configs
 from dspark_trt.builder.model.attention import DraftBlockAttention, LatentAttention
@@ -96,19 +97,30 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    output: Path = HERE / "checkpoint"
-    """Directory of the released-format checkpoint."""
-    corpus: Path = HERE / "corpus"
+    """Train the tiny target and its draft, and write them in the released format."""
+
+    output: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: examples/tiny/checkpoint)")] = (
+        HERE / "checkpoint"
+    )
+    """Directory of the released-format checkpoint; what is there is overwritten."""
+    corpus: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: examples/tiny/corpus)")] = HERE / "corpus"
     """Directory with train.txt and heldout.txt."""
     target_steps: int = 2200
+    """Optimiser steps of the target."""
     draft_steps: int = 3000
+    """Optimiser steps of the draft, behind the target's."""
     batch_size: int = 32
+    """Sequences a step."""
     sequence_length: int = 512
+    """Bytes of a sequence."""
     anchors: int = 32
     """Draft blocks a sequence."""
     learning_rate: float = 2e-3
+    """The largest, between warm-up and decay."""
     seed: int = 0
+    """Of the first weights and of the batches."""
     device: str = "cuda"
+    """Where torch trains, such as cuda:1 or cpu."""
 
 
 def prepare(model: nn.Module, generator: torch.Generator) -> None:
@@ -378,8 +390,6 @@ def train(config: TrainConfig) -> None:
 
 
 def main() -> None:
-    import tyro
-
     train(tyro.cli(TrainConfig, description=__doc__))
 
 

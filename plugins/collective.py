@@ -20,6 +20,11 @@ AllGather = Callable[[Tensor], Tensor]
 AllToAll = Callable[[Tensor], Tensor]
 """[tp, ...] on each rank, a part for every rank -> [tp, ...], the parts for this rank in rank order."""
 
+
+class CollectiveError(RuntimeError):
+    """A network of several ranks ran without their collectives, or with those of another number of ranks."""
+
+
 _current: ContextVar[tuple[AllGather, AllToAll | None] | None] = ContextVar("dspark_collectives", default=None)
 
 
@@ -37,7 +42,7 @@ def gather_ranks(tensor: Tensor, tp_size: int) -> Tensor:
     """``tensor`` of every rank, [tp, ...] in rank order.
 
     Raises:
-        RuntimeError: no collective scope is open, or it serves another number of ranks.
+        CollectiveError: no collective scope is open, or it serves another number of ranks.
     """
     if tp_size == 1:
         return tensor.unsqueeze(0)
@@ -48,7 +53,7 @@ def exchange_ranks(tensor: Tensor, tp_size: int, rank: int) -> Tensor:
     """What every rank has for this one, [tp, ...] in rank order; ``tensor`` [tp, ...] is what this one has for each.
 
     Raises:
-        RuntimeError: as :func:`gather_ranks`.
+        CollectiveError: as :func:`gather_ranks`.
     """
     if tp_size == 1:
         return tensor
@@ -59,7 +64,7 @@ def exchange_ranks(tensor: Tensor, tp_size: int, rank: int) -> Tensor:
 def _collectives(tp_size: int) -> tuple[AllGather, AllToAll | None]:
     collectives = _current.get()
     if collectives is None:
-        raise RuntimeError(
+        raise CollectiveError(
             f"a network sharded over {tp_size} ranks ran outside collective_scope(); "
             "run it through a Session, or open the scope with an all_gather of your own"
         )
@@ -68,5 +73,8 @@ def _collectives(tp_size: int) -> tuple[AllGather, AllToAll | None]:
 
 def _checked(gathered: Tensor, tp_size: int) -> Tensor:
     if gathered.shape[0] != tp_size:
-        raise RuntimeError(f"the collective scope gathered {gathered.shape[0]} ranks, the network has {tp_size}")
+        raise CollectiveError(
+            f"the collective scope gathered {gathered.shape[0]} ranks, the network has {tp_size}; open the scope with "
+            "the collectives of as many ranks"
+        )
     return gathered

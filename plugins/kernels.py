@@ -17,7 +17,11 @@ from torch import Tensor
 
 from .abi import STATUS, c_name, fill_params
 from .library import KernelUnavailableError, load_library
-from .op import Op, executor_scope
+from .op import Op, OpError, executor_scope
+
+
+class KernelError(RuntimeError):
+    """A kernel refused a call."""
 
 
 def launch(
@@ -40,23 +44,34 @@ def launch(
 
     Raises:
         KernelUnavailableError: the library lacks this operation.
-        RuntimeError: the kernel refused the call; the message says why.
+        KernelError: the kernel refused the call; the message says why.
     """
     params = fill_params(op, attributes, activation, sizes, pointers, workspace)
     status = _function(c_name(op))(params, stream)
     if status:
         reason = STATUS.get(status, f"status {status}")
-        raise RuntimeError(f"{op.name}: {reason}; activation {activation}, sizes {dict(sizes)}, {attributes}")
+        raise KernelError(
+            f"{op.name}: {reason}; activation {activation}, sizes {dict(sizes)}, {attributes}. Its file in "
+            "cpp_plugins/kernels says what it takes; on a CPU (--device cpu) it runs as its reference"
+        )
 
 
 def workspace_bytes(op: Op, attributes: Any, activation: str, sizes: Mapping[str, int]) -> int:
-    """Bytes of scratch memory that a call of these sizes needs; it needs no initialisation."""
+    """Bytes of scratch memory that a call of these sizes needs; it needs no initialisation.
+
+    Raises:
+        KernelUnavailableError: there is no usable library, or it lacks this operation.
+    """
     params = fill_params(op, attributes, activation, sizes, {})
     return int(_function(f"{c_name(op)}_workspace")(params))
 
 
 def has_kernel(op: Op) -> bool:
-    """Whether the library on this machine implements ``op``."""
+    """Whether the library on this machine implements ``op``.
+
+    Raises:
+        KernelUnavailableError: there is no usable library.
+    """
     return hasattr(load_library(), c_name(op))
 
 
@@ -78,8 +93,9 @@ def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mappin
     """The outputs of one operation, enqueued on torch's current stream; an :data:`~.op.Executor`.
 
     Raises:
-        ValueError: a tensor is not contiguous.
-        RuntimeError: the kernel refused the call.
+        OpError: a tensor is not contiguous.
+        KernelUnavailableError: the tensors are on a GPU, and there is no usable library.
+        KernelError: the kernel refused the call.
     """
     if not tensors[0].is_cuda or not has_kernel(op):
         return op.reference(attributes, *tensors)
@@ -88,9 +104,7 @@ def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mappin
     outputs = allocate_outputs(op, attributes, tensors, bindings)
     strided = [s.name for s, t in zip(inputs, tensors, strict=True) if not t.is_contiguous()]
     if strided:
-        raise ValueError(
-            f"{op.name}: {', '.join(strided)} must be contiguous; call .contiguous() where a copy is meant"
-        )
+        raise OpError(f"{op.name}: {', '.join(strided)} must be contiguous; call .contiguous() where a copy is meant")
     sizes = {k: int(v) for k, v in bindings.items() if k != "T"}
     name = str(activation).removeprefix("torch.")
     scratch = torch.empty(workspace_bytes(op, attributes, name, sizes), dtype=torch.uint8, device=device)

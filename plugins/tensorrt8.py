@@ -1,12 +1,17 @@
-"""What only TensorRT 8 needs: its networks know the type of every tensor, but are free to compute in others.
+"""What only TensorRT 8 needs: its networks are free to compute a tensor in another type than the model's.
 
-From TensorRT 10 on networks are strongly typed. Here, where float16 occurs, every layer and every output is pinned
-to the type that the parsed network gives it, and the builder is told to obey. External libraries of kernels stay
-out of it: installations without cuBLAS and cuDNN are common, and our engines don't need them.
+From TensorRT 10 on networks are strongly typed. Here, where float16 occurs, what the model computes in float32 is
+pinned to that, layers and outputs, and the builder is told to obey; what it computes in float16 may be computed in
+either. So nothing is rounded more coarsely than the model says. Plugins have the model's types on both sides: their
+attribute ``activation`` says which. The parsed network can't be asked for types: it calls computed tensors float32
+whatever goes into them. They come from the model, by the names that the parser keeps; what the parser puts between
+them takes the type of its inputs. External libraries of kernels stay out of it: installations without cuBLAS and
+cuDNN are common, and our engines don't need them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _TYPED_BY_THEMSELVES = ("SHAPE", "CONSTANT", "CAST")
@@ -14,33 +19,41 @@ _TYPED_BY_THEIR_TENSORS = ("PLUGIN_V2",)
 """No precision of their own: float16 and float32 tensors side by side are what they were made for."""
 
 
-def configure(module: Any, network: Any, config: Any) -> None:
-    """Let ``config`` compute ``network`` in the types that it says."""
+def configure(module: Any, network: Any, config: Any, types: Mapping[str, str]) -> None:
+    """Let ``config`` compute ``network`` in the types that its model says.
+
+    Args:
+        types: name -> "float16" or "float32", of the model's values that have such a type.
+    """
     config.clear_flag(module.BuilderFlag.TF32)
     config.set_tactic_sources(0)
     # Several contexts may use one profile, so that each captured graph can have a context of its own.
     config.set_preview_feature(module.PreviewFeature.PROFILE_SHARING_0806, True)
-    layers = [network.get_layer(i) for i in range(network.num_layers)]
-    if any(tensor.dtype == module.DataType.HALF for layer in layers for tensor in _outputs(layer)):
-        for layer in layers:
-            _pin_types(module, layer)
+    if "float16" in types.values():
+        ours = {"float16": module.DataType.HALF, "float32": module.DataType.FLOAT}
+        known = {name: ours[said] for name, said in types.items()}
+        for i in range(network.num_layers):
+            _pin_types(module, network.get_layer(i), known)
         config.set_flag(module.BuilderFlag.FP16)
         config.set_flag(module.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
 
 
-def _pin_types(module: Any, layer: Any) -> None:
-    floats, outputs = (module.DataType.FLOAT, module.DataType.HALF), _outputs(layer)
-    # Tensors that are no execution tensors are shapes, which the host computes.
-    if layer.type.name in _TYPED_BY_THEMSELVES or not all(tensor.is_execution_tensor for tensor in outputs):
-        return
+def _pin_types(module: Any, layer: Any, known: dict[str, Any]) -> None:
+    """Pin one layer, whose inputs are ``known`` where they are numbers, and add its outputs to that."""
+    wide, floats = module.DataType.FLOAT, (module.DataType.FLOAT, module.DataType.HALF)
     inputs = [tensor for k in range(layer.num_inputs) if (tensor := layer.get_input(k)) is not None]
-    types = [t.dtype for t in inputs if t.dtype in floats] or [t.dtype for t in outputs if t.dtype in floats]
-    if types and layer.type.name not in _TYPED_BY_THEIR_TENSORS:
-        layer.precision = module.DataType.FLOAT if module.DataType.FLOAT in types else module.DataType.HALF
-    for k, tensor in enumerate(outputs):
+    outputs = [layer.get_output(k) for k in range(layer.num_outputs)]
+    found = [known.get(tensor.name, tensor.dtype) for tensor in inputs if tensor.dtype in floats]
+    computed = wide if wide in found or not found else module.DataType.HALF
+    by_itself, plugin = layer.type.name in _TYPED_BY_THEMSELVES, layer.type.name in _TYPED_BY_THEIR_TENSORS
+    for tensor in outputs:
         if tensor.dtype in floats:
-            layer.set_output_type(k, tensor.dtype)
-
-
-def _outputs(layer: Any) -> list[Any]:
-    return [layer.get_output(k) for k in range(layer.num_outputs)]
+            known.setdefault(tensor.name, tensor.dtype if by_itself else computed)
+    # Tensors that are no execution tensors are shapes, which the host computes.
+    if by_itself or not all(tensor.is_execution_tensor for tensor in outputs):
+        return
+    if wide in found and not plugin:
+        layer.precision = wide
+    for k, tensor in enumerate(outputs):
+        if tensor.dtype in floats and (plugin or known[tensor.name] == wide):
+            layer.set_output_type(k, known[tensor.name])

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,6 +57,7 @@ class EngineOptions:
     """How TensorRT builds: the choice of kernels may change last bits, nothing else."""
 
     profiling_verbosity: Literal["layer_names_only", "detailed", "none"] = "layer_names_only"
+    """What a plan keeps of its layers for profilers and inspectors."""
     input_timing_cache: Path | None = None
     """Timing cache to start from (enterprise TensorRT)."""
     output_timing_cache: Path | None = None
@@ -181,7 +182,10 @@ class TensorRT:
             runtime = self.module.Runtime(self.log)
             engine = runtime.deserialize_cuda_engine(plan)
             if engine is None:
-                raise EngineLoadError(f"{self} can't load this plan of {len(plan)} bytes:\n{self.error_text()}")
+                raise EngineLoadError(
+                    f"{self} can't load this plan of {len(plan)} bytes:\n{self.error_text()}\n"
+                    "Build it again on this machine with dspark-build"
+                )
         return engine
 
     def runtime_cache(self, engine: Any, path: Path) -> RuntimeCache | None:
@@ -231,8 +235,13 @@ class ParsedNetwork:
                 counts[core.plugin_name] += 1
         return counts
 
-    def build(self, profiles: Sequence[Profile], options: EngineOptions) -> bytes:
+    def build(
+        self, profiles: Sequence[Profile], options: EngineOptions, types: Mapping[str, str] | None = None
+    ) -> bytes:
         """The plan.
+
+        Args:
+            types: see :func:`.tensorrt8.configure`; TensorRT 8 only.
 
         Raises:
             EngineBuildError: TensorRT refused, an option is not this product's, or a dynamic input has no range.
@@ -246,14 +255,15 @@ class ParsedNetwork:
             if flag := getattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
                 config.set_flag(flag)  # or TensorRT-RTX's engines can't be captured
             if api.is_8:
-                configure_tensorrt8(module, self.network, config)
+                configure_tensorrt8(module, self.network, config, types or {})
             self._set_target(config, options)
             inputs = [self.network.get_input(i) for i in range(self.network.num_inputs)]
             dynamic = {tensor.name for tensor in inputs if -1 in tuple(tensor.shape)}
             for profile in profiles or [{}]:
                 if set(profile) - {tensor.name for tensor in inputs} or dynamic - set(profile):
                     raise EngineBuildError(
-                        f"the profile is for {sorted(profile)}, dynamic inputs are {sorted(dynamic)}"
+                        f"the profile is for {sorted(profile)}, dynamic inputs are {sorted(dynamic)}; give each of "
+                        "those a range and name inputs only, as builder.engine.profiles_for does"
                     )
                 entry = self.builder.create_optimization_profile()
                 for name, shapes in profile.items():
@@ -324,8 +334,8 @@ def load(product: str | None = None) -> TensorRT:
     if not usable:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items())
         raise TensorRTUnavailableError(
-            f"no usable TensorRT ({reasons}); pip install 'dspark-trt[rtx]' gives one that builds on any machine, "
-            "enterprise TensorRT comes from NVIDIA's package index"
+            f"no usable TensorRT ({reasons}); pip install '.[rtx]' in the repository gives one that builds on any "
+            "machine, enterprise TensorRT comes from NVIDIA's package index"
         )
     # Enterprise TensorRT can't even make a builder without a GPU.
     return usable[0] if len(usable) == 1 or gpu_compute_capabilities() else usable[-1]

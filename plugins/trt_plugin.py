@@ -129,7 +129,8 @@ def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFail
             if not registry.register_creator(creator, DOMAIN):
                 raise EngineBuildError(
                     f"{op.name} version {op.version} is already registered in namespace {DOMAIN}, by a library that "
-                    f"was loaded or by another registered_creators() block; plugin library: {describe_library()}"
+                    "was loaded or by another registered_creators() block; leave out that or this block; plugin "
+                    f"library: {describe_library()}"
                 )
             creators.append(creator)
         yield failures

@@ -16,7 +16,7 @@ import torch
 from ..plugins.mhc_all_reduce import MAILBOX_ROWS
 from ..plugins.op import ACTIVATION_DTYPES
 from .communicator import Communicator
-from .mailbox import RANKS
+from .mailbox import NAMED_RANKS, RANKS
 
 FUSED_MHC_MAX_ROWS = MAILBOX_ROWS
 """Most rows of a fused boundary between several ranks: what the mailbox holds."""
@@ -76,7 +76,7 @@ def plan(rows: int, facts: Facts) -> Plan:
     if facts.nodes > 1:
         return Plan(Path.STOCK, f"{facts.nodes} nodes share no memory")
     if facts.ranks not in RANKS:
-        return Plan(Path.STOCK, f"the mailbox is made for {RANKS} ranks, not {facts.ranks}")
+        return Plan(Path.STOCK, f"the mailbox is made for {NAMED_RANKS}, not {facts.ranks}")
     if facts.dtype not in ACTIVATION_DTYPES:
         return Plan(Path.STOCK, f"the mailbox does not carry {facts.dtype}")
     if facts.mailbox_problem:

@@ -61,7 +61,10 @@ def _cost(seconds: Mapping[int, float], size: int) -> float:
     if size in seconds:
         return seconds[size]
     if not (larger := [n for n in seconds if n >= size]):
-        raise CostError(f"a step of {size} was not measured, the largest is {max(seconds)}; measure the costs again")
+        raise CostError(
+            f"a step of {size} was not measured, the largest is {max(seconds)}; take the costs from profile_costs() of "
+            "the decoder that runs it"
+        )
     return seconds[min(larger)]
 
 

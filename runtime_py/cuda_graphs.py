@@ -48,15 +48,26 @@ class GraphPool:
         except Exception as error:
             # Ending a broken capture raises again; the first error is the one that says why.
             cause = error.__context__ or error
-            raise GraphError(f"{name} can't be captured in a CUDA graph: {cause}") from cause
+            raise GraphError(
+                f"{name} can't be captured in a CUDA graph: {cause}; if it runs outside of a capture, leave its size "
+                "out of --request-counts"
+            ) from cause
         if not count_nodes(graph):
-            raise GraphError(f"the capture of {name} is empty: it enqueued no work on the stream that was captured")
+            raise GraphError(
+                f"the capture of {name} is empty: it enqueued no work on the stream that was captured; enqueue it on "
+                "torch's current stream"
+            )
         graph.instantiate()
         return graph.replay
 
 
 def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Number of nodes of a captured graph that was kept."""
+    """Number of nodes of a captured graph that was kept.
+
+    Raises:
+        GraphError: the CUDA runtime refuses the graph.
+        OSError: the CUDA runtime of torch's version is not found.
+    """
     assert torch.version.cuda is not None
     # torch has the library loaded; the loader finds it by this name.
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")

@@ -13,6 +13,7 @@ the other between two steps.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 import time
@@ -170,8 +171,13 @@ class Decoder:
 
         Raises:
             RequestError: naming every prompt that is empty, has ids outside the vocabulary, does not fit
-                ``max_seq_len`` together with its ``max_tokens``, or has stop strings without a tokenizer.
-                Nothing runs then.
+                ``max_seq_len`` together with its ``max_tokens``, asks for more drafts than a block has, or has stop
+                strings without a tokenizer; or, on every rank, that the ranks were given different prompts or
+                parameters. Nothing runs then.
+            LockstepError: the same on every rank: they came to different tokens.
+            MailboxError: a rank stayed silent while another waited for it on its GPU.
+            CostError: the costs that the scheduler weighs end below the size of a step.
+            GraphError, EngineRunError: a step can't be captured, or TensorRT refused a call.
         """
         with torch.inference_mode(), torch.cuda.stream(self._execution.stream):
             return self._generate(prompts, params, on_tokens or (lambda index, tokens: None))
@@ -183,6 +189,7 @@ class Decoder:
         emit: OnTokens,
     ) -> tuple[list[Completion], Statistics]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        self._check_ranks(prompts, each)
         self._check(prompts, each)
         started = time.perf_counter()
         stats = Statistics(proposed_per_position=[0] * self._drafted, accepted_per_position=[0] * self._drafted)
@@ -263,9 +270,15 @@ class Decoder:
             self.interleaver.span = span
 
     def profile_costs(self, replays: int = 5) -> CostTable:
-        """Seconds of idle draft and target steps up to the largest batch; rank 0's, the same on every rank."""
+        """Seconds of idle draft and target steps up to the largest batch; rank 0's, the same on every rank.
+
+        Raises:
+            RequestError: the decoder has no draft, so there is nothing to schedule.
+        """
         if self._host.draft is None:
-            raise RequestError("costs were asked of a decoder without a draft; there is nothing to schedule")
+            raise RequestError(
+                "costs were asked of a decoder without a draft, which schedules nothing; open it with speculative=True"
+            )
         batch, width = self._build.max_batch_size, self._drafted + 1
         target_rings, draft_rings = self._host.rings
         draft = IdleSteps(self._host.draft, draft_rings, rows_per_request=width)
@@ -287,10 +300,27 @@ class Decoder:
         stops = frozenset(params.stop_token_ids) | frozenset(eos)
         return Request(index, slot, len(prompt), list(prompt), params, stops, seed, self._detokenize)
 
+    def _check_ranks(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        """Ranks that run steps of other rows leave each other waiting in the first collective."""
+        if self._communicator.size == 1:
+            return
+        given = repr(([list(prompt) for prompt in prompts], list(params))).encode()
+        words = (
+            f"{len(prompts)} prompts of {sum(map(len, prompts))} tokens, digest {hashlib.sha256(given).hexdigest()[:8]}"
+        )
+        everyone = self._communicator.all_gather_object(words)
+        if len(set(everyone)) > 1:
+            listed = "; ".join(f"rank {rank} {found}" for rank, found in enumerate(everyone))
+            raise RequestError(
+                f"ranks were given different prompts or sampling parameters: {listed}; give every rank the same"
+            )
+
     def _check(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
         problems = []
         if len(prompts) != len(params):
-            problems.append(f"{len(prompts)} prompts, {len(params)} sampling parameters")
+            problems.append(
+                f"{len(prompts)} prompts, {len(params)} sampling parameters; pass one for all or one for each"
+            )
         limit, vocab = self._build.max_seq_len, self._target_config.vocab_size
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=False)):
             needed = len(prompt) + own.max_tokens + self._drafted
@@ -302,6 +332,11 @@ class Decoder:
                 problems.append(
                     f"prompt {i} needs {needed} positions ({len(prompt)} prompt tokens, max_tokens {own.max_tokens}, "
                     f"{self._drafted} drafts), the engines were built for --max-seq-len {limit}"
+                )
+            if self._drafted and (own.num_draft_tokens or 0) > self._drafted:
+                problems.append(
+                    f"prompt {i} has num_draft_tokens {own.num_draft_tokens}, the draft's block has {self._drafted}; "
+                    f"ask for 0..{self._drafted}, or leave it out"
                 )
             if own.stop and self._detokenize is None:
                 problems.append(f"prompt {i} has stop strings, which need the tokenizer; use stop_token_ids")

@@ -16,7 +16,7 @@ from ..builder.engine_dir import EngineDir
 from ..plugins.kernels import execute
 from ..plugins.library import load_library
 from ..plugins.op import Executor, executor_scope
-from .boundary import FUSED_MHC_MAX_ROWS, Facts, Path, plan
+from .boundary import FUSED_MHC_MAX_ROWS, BoundaryError, Facts, Path, plan
 from .communicator import Communicator, LaunchError
 from .mailbox import Mailbox, MailboxError
 from .session import OperationScope
@@ -57,9 +57,13 @@ def open_platform(
 
     Raises:
         KernelUnavailableError: no kernel library can be loaded.
+        BoundaryError: the same on every rank: their activation types differ.
         StockError: NCCL is needed and can't be set up.
     """
     torch.cuda.set_device(device)
+    # Products of 16-bit operands are summed in float32 throughout; torch would let parts of a sum meet in 16 bits.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     load_library()
     side = SideStream(device)
     inner: Executor = side.execute if side_stream else execute
@@ -123,7 +127,10 @@ def most_rows(directory: EngineDir) -> int:
 
 
 def _never(tensor: Tensor) -> Tensor:
-    raise RuntimeError("a boundary took the stock path, which no call of these engines should need")
+    raise BoundaryError(
+        "a boundary has more rows than any call of these engines, so NCCL was not opened for it; keep calls within "
+        "their --max-input-len and --max-batch-size, or build with larger ones"
+    )
 
 
 def rank_device(communicator: Communicator, choice: DeviceChoice) -> torch.device:

@@ -34,6 +34,10 @@ Deliver = Callable[[Request, Sequence[int]], int]
 """Takes a request and its new tokens; returns how many of them it kept."""
 
 
+class LockstepError(RuntimeError):
+    """The ranks of a job came to different tokens."""
+
+
 class HostStep:
     """Target and draft with their caches, on one device.
 
@@ -236,10 +240,10 @@ def drafted_tokens(draft: Session) -> int:
 
 
 def compare_ranks(communicator: Communicator, decision: object) -> None:
-    """Raise RuntimeError, on every rank, unless all ranks decided the same."""
+    """Raise :class:`LockstepError`, on every rank, unless all ranks decided the same."""
     decisions = communicator.all_gather_object(decision)
     if any(d != decisions[0] for d in decisions):
-        raise RuntimeError(
+        raise LockstepError(
             f"ranks decided differently: {dict(enumerate(decisions))}; "
             "the ranks must run the same package, weights and libraries, and engines of one dspark-build"
         )

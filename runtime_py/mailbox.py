@@ -28,6 +28,8 @@ from ..plugins.markov_sampling_sharded import exchange_bytes
 from .communicator import Communicator
 
 RANKS = (2, 4, 8)
+NAMED_RANKS = "2, 4 or 8 ranks"
+_REMEDY = "torch sessions go on through NCCL without it; for engines, which can't, pass --backend torch"
 _BLOCK_BYTES = 2 << 20  # cudaMalloc gives an allocation of whole blocks to nobody else
 _SENTINELS = {torch.bfloat16: 0x80008000, torch.float16: 0x80008000, torch.float32: 0x80000000}
 
@@ -99,7 +101,7 @@ class Mailbox:
         if size not in RANKS or dtype not in _SENTINELS or hidden_size < 1:
             raise MailboxError(
                 f"a mailbox for {size} ranks, {hidden_size} channels of {dtype} was asked for; the kernels take "
-                f"{RANKS} ranks and {list(_SENTINELS)}"
+                f"{NAMED_RANKS} and {list(_SENTINELS)}; {_REMEDY}"
             )
         memory = memory or CudaMemory(device)
         facts = {**header, "host": socket.gethostname()}
@@ -132,7 +134,7 @@ class Mailbox:
                 memory.free(own)
             raise MailboxError(
                 f"no mailbox between the GPUs of {size} ranks: {'; '.join(dict.fromkeys(problems))}. It needs one node "
-                "and peer access between its GPUs; the stock all-reduce needs neither"
+                f"and peer access between its GPUs; {_REMEDY}"
             )
         assert own is not None
         return cls(communicator, memory, own, peers, device)
@@ -144,7 +146,7 @@ class Mailbox:
         if fault == layout.MAILBOX_MISFIT:
             raise MailboxError(
                 f"rank {rank}: an operation was called with other channels, ranks or activations than the mailbox "
-                "was made for"
+                "was made for; end the job and build the engines of all ranks again, in one run of dspark-build"
             )
         if fault:
             raise MailboxError(

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+class MappingError(ValueError):
+    """A job's ranks can't be divided like that."""
+
+
 @dataclass(frozen=True)
 class Mapping:
     """Ranks of a job and what they share.
@@ -16,7 +20,7 @@ class Mapping:
         Mapping(world_size=2, rank=1, tp_size=2).tp_group == (0, 1)
 
     Raises:
-        ValueError: the sizes don't multiply to the world size, or the rank is outside it.
+        MappingError: the sizes don't multiply to the world size, or the rank is outside it.
     """
 
     world_size: int = 1
@@ -25,11 +29,11 @@ class Mapping:
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size != self.tp_size:
-            raise ValueError(
+            raise MappingError(
                 f"world_size is {self.world_size}, tp_size {self.tp_size}; expected the same positive number"
             )
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is {self.rank}, expected 0..{self.world_size - 1}")
+            raise MappingError(f"rank is {self.rank}, expected 0..{self.world_size - 1}")
 
     @property
     def tp_rank(self) -> int:
@@ -51,7 +55,7 @@ class Mapping:
         """The mapping that :meth:`to_dict` wrote, or one of another tool whose further kinds of parallelism are off.
 
         Raises:
-            ValueError: naming every kind that is on and why it is not possible, and every unknown key.
+            MappingError: naming every kind that is on and why it is not possible, and every unknown key.
         """
         own = {key: value for key, value in values.items() if key in ("world_size", "rank", "tp_size")}
         problems = []
@@ -61,7 +65,7 @@ class Mapping:
             elif values[key] not in (None, False, 0, 1, ""):
                 problems.append(f"{key} is {values[key]!r}: {_REFUSED[key]}")
         if problems:
-            raise ValueError("; ".join(sorted(problems)))
+            raise MappingError("; ".join(sorted(problems)))
         return cls(**own)
 
 

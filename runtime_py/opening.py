@@ -52,7 +52,8 @@ def open_decoder(
     Args:
         sampler: chooses tokens in drafting and in verification, in place of the keyed Gumbel noise.
         online_acceptance: a scheduler will estimate acceptance while decoding, which keeps the draft's sampling whole.
-        check_lockstep: compare what ranks decide at every step of the host; on devices and with engines they always do.
+        check_lockstep: compare what ranks decide at every step of the host, not only take rank 0's; steps on devices
+            always do so.
         device: auto is a GPU wherever there is one for every rank.
         backend: auto is TensorRT where the engines run on every rank.
         request_counts: request counts whose steps are captured on a GPU; None for powers of two up to the
@@ -62,12 +63,17 @@ def open_decoder(
         progress: is told what the decoder does, such as a :class:`~.watchdog.Watchdog`.
 
     Raises:
-        LaunchError: the job's ranks are not those the engines were built for, or a rank has no GPU of its own.
+        LaunchError: the job's ranks are not those the engines were built for, a rank has no GPU of its own, or the
+            largest step of engines of several ranks does not fit the mailbox.
+        MappingError: ``communicator`` was given and has another number of ranks than the engines.
         EngineDirError: the directory is incomplete or of another version.
         TensorRTUnavailableError: TensorRT was asked for and can't run the engines.
         EngineLoadError, MailboxError: an engine can't be loaded, or the GPUs of its ranks can't reach each other.
-        KernelUnavailableError: there is a GPU and no kernel library for it.
+        CheckpointError: the weights can't be loaded.
+        KernelUnavailableError: there is a GPU and no kernel library for it, or it lacks plugins of the engines.
         StockError: the ranks' GPUs need NCCL and can't have it.
+        BoundaryError: the ranks' engines have different activation types.
+        GraphError, EngineRunError: a step can't be captured, or TensorRT refused it.
         RequestError: there is no target, or a sampler for greedy drafts.
     """
     directory = EngineDir.open(engine_dir)
@@ -125,8 +131,7 @@ def open_decoder(
         communicator=communicator,
         verifier=verifier,
         detokenize=detokenizer(directory.path),
-        # TensorRT chooses each engine's kernels, and those of two ranks may round differently.
-        check_lockstep=check_lockstep or (api is not None and communicator.size > 1),
+        check_lockstep=check_lockstep,
         execution=Execution(
             place,
             stream,

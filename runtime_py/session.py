@@ -88,7 +88,11 @@ class TorchSession:
 
 
 def infer_shapes(io: NetworkIO, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-    """As :meth:`TorchSession.infer_shapes`, from the network's names and shapes alone."""
+    """As :meth:`TorchSession.infer_shapes`, from the network's names and shapes alone.
+
+    Raises:
+        SessionError: listing every input that is missing, unknown or of another shape, and every dimension of 0.
+    """
     problems = [f"{name} is not an input" for name in inputs if name not in {i.name for i in io.inputs}]
     sizes: dict[str, int] = {}
     for info in io.inputs:

@@ -12,6 +12,7 @@ through the mailbox as well, so where that can't be, its reference gathers.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,9 @@ class DistributedGroup:
         if rank == 0:
             store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         port = communicator.broadcast(None if store is None else store.port)
+        if backend == "nccl":
+            # Multicast in the switches may be there and not work, which ends NCCL; who sets the variable decides.
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         store = store or dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
         dist.init_process_group(
             backend,

@@ -213,7 +213,8 @@ class TensorRTSession:
             if context is None:
                 raise EngineLoadError(
                     f"{self._name}: no execution context, which takes {self._api.context_bytes(self._engine)} bytes of "
-                    f"device memory:\n{self._api.error_text()}"
+                    "device memory; free some, capture fewer --request-counts, or build for less:\n"
+                    f"{self._api.error_text()}"
                 )
         return _Context(context, profile)
 
@@ -310,7 +311,10 @@ def open_session(
             "runtime does not drive; build with the plugin lowering, or use the torch backend"
         )
     if directory.tp_size > 1 and mailbox is None:
-        raise EngineLoadError(f"{name}: engines of {directory.tp_size} ranks reduce through a mailbox, none was given")
+        raise EngineLoadError(
+            f"{name}: engines of {directory.tp_size} ranks reduce through a mailbox, none was given; pass the tensor "
+            "of Mailbox.create(), as open_decoder() does"
+        )
     plan = directory.read_plan(kind, rank)
     with registered_creators(api, [ALL_OPS[op] for op in directory.plugins]) as failures:
         try:

@@ -20,6 +20,10 @@ GRACE_S = 2.0
 """Between a rank's message and the end of the job, so that the other ranks' messages come out."""
 
 
+class WatchdogError(ValueError):
+    """A watchdog was asked for that could watch nothing."""
+
+
 class Progress:
     """What a decoder tells about its work, to nobody; :class:`Watchdog` listens."""
 
@@ -39,6 +43,9 @@ class Watchdog(Progress):
         rank: named in the message.
         abort: ends all ranks; called on the watchdog's own thread.
         timeout_s: how long an operation may take that does not say otherwise.
+
+    Raises:
+        WatchdogError: ``timeout_s`` is not above 0.
     """
 
     def __init__(
@@ -51,7 +58,9 @@ class Watchdog(Progress):
         output: TextIO | None = None,
     ):
         if not timeout_s > 0:
-            raise ValueError(f"a watchdog's timeout is {timeout_s} s, expected more than 0")
+            raise WatchdogError(
+                f"a watchdog's timeout is {timeout_s} s, expected more than 0; leave it out for {DEFAULT_TIMEOUT_S:g} s"
+            )
         self._rank, self._abort, self._timeout_s, self._grace_s = rank, abort, timeout_s, grace_s
         self._output = output
         self._changed = threading.Condition()

@@ -29,7 +29,7 @@ def mpirun(ranks: int) -> tuple[str, ...]:
     """The command that starts ``ranks`` ranks, skipping the test where there is none."""
     command = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if command is None:
-        pytest.skip("no mpirun; install an MPI, for example: pip install 'dspark-trt[mpi]'")
+        pytest.skip("no mpirun; install an MPI, for example: pip install '.[mpi]' in the repository")
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
     flags = []
     if "Open MPI" in version:

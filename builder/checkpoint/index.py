@@ -45,7 +45,9 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a safetensors index ({error!r}); download the file again") from None
         if bad:
-            raise CheckpointError(f"{path}: shards must be plain file names, found {bad}")
+            raise CheckpointError(
+                f"{path}: shards must be plain file names, found {bad}; put them beside the index, as released"
+            )
         return files
 
     def find(self, names: Iterable[str]) -> dict[str, StoredTensor]:

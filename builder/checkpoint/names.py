@@ -70,7 +70,10 @@ def released_tensors(target: TargetConfig | None, draft: DraftConfig) -> dict[st
     """
     keys = ("hidden_size", "moe_intermediate_size")
     if odd := [f"{key} {getattr(draft, key)}" for key in keys if getattr(draft, key) % FP4_BLOCK]:
-        raise CheckpointError(f"{', '.join(odd)}: FP4 expert weights need multiples of {FP4_BLOCK} channels")
+        raise CheckpointError(
+            f"{', '.join(odd)}: FP4 expert weights need multiples of {FP4_BLOCK} channels; compare config.json "
+            "with that of the release"
+        )
     table = _Table(draft)
     hidden, vocab, rank = draft.hidden_size, draft.vocab_size, draft.markov_rank
     table.plain("embed.weight", "BF16", vocab, hidden)
@@ -156,7 +159,9 @@ def count_stages(names: Iterable[str]) -> int:
     """
     stages = {int(match[1]) for name in names if (match := re.match(r"mtp\.(0|[1-9]\d*)\.", name))}
     if not stages:
-        raise CheckpointError("no tensor is called mtp.0.*: this is not a checkpoint with a DSpark draft")
+        raise CheckpointError(
+            "no tensor is called mtp.0.*, expected those of a DSpark draft; pass the release that has one"
+        )
     if gaps := sorted(set(range(max(stages))) - stages):
         raise CheckpointError(
             f"draft stages {sorted(stages)} have tensors and {gaps} have none; download the checkpoint again"

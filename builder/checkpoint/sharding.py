@@ -212,7 +212,9 @@ def _to_expert_ids(name: str, table: Tensor, plan: ConversionPlan) -> Tensor:
     experts = plan.target.n_routed_experts if plan.target else 0
     low, high = int(table.min()), int(table.max())
     if low < 0 or high >= experts:
-        raise CheckpointError(f"{name}: holds expert ids {low}..{high}, expected 0..{experts - 1}")
+        raise CheckpointError(
+            f"{name}: holds expert ids {low}..{high}, expected 0..{experts - 1}; download the checkpoint again"
+        )
     return table.to(torch.int32)
 
 

@@ -63,7 +63,8 @@ class StoredTensor:
     def torch_dtype(self) -> torch.dtype:
         if self.dtype not in _TORCH_DTYPES:
             raise CheckpointError(
-                f"{self.path}: {self.name} has dtype {self.dtype}, expected one of {[*_TORCH_DTYPES]}"
+                f"{self.path}: {self.name} has dtype {self.dtype}, expected one of {[*_TORCH_DTYPES]}; take the file "
+                "of the release, not a converted copy"
             )
         return _TORCH_DTYPES[self.dtype]
 
@@ -78,7 +79,9 @@ class StoredTensor:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             if (got := file.readinto(data.numpy().data)) != self.nbytes:
-                raise CheckpointError(f"{self.path}: {self.name} ends after {got} of {self.nbytes} bytes")
+                raise CheckpointError(
+                    f"{self.path}: {self.name} ends after {got} of {self.nbytes} bytes; copy or download the file again"
+                )
         return data.view(dtype).reshape(self.shape)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import Numerics
+from ..config import ConfigError, Numerics
 
 
 def ignore(name: str, tensor: Tensor) -> None:
@@ -22,6 +22,9 @@ class BuildContext:
     ``dtype`` is the activation type; the released mode knows bfloat16 only. Modules hold this rank's
     shard and produce partial sums over ``tp_size`` ranks. ``probe(name, tensor)`` sees every
     intermediate tensor that has a name in ``examples/dump_draft.py``.
+
+    Raises:
+        ConfigError: released numerics in another type than bfloat16.
     """
 
     numerics: Numerics
@@ -31,7 +34,7 @@ class BuildContext:
 
     def __post_init__(self) -> None:
         if self.released and self.dtype != torch.bfloat16:
-            raise ValueError(
+            raise ConfigError(
                 f"numerics 'released' computes in bfloat16, not {self.dtype}; pass dtype bfloat16, "
                 "or numerics 'dequantized' for another type"
             )

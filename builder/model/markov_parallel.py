@@ -1,4 +1,4 @@
-"""Two exact ways to split the sequential part of a draft pass over ranks (spec 5.6).
+"""Two exact ways to split the sequential part of a draft pass over ranks (spec 5.6, 7.6).
 
 Every rank has computed the base logits of its shard of the vocabulary, [R, B, L] from the L rows of the head that
 :func:`vocabulary_shard` gives it. Both ways return on every rank

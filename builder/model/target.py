@@ -30,8 +30,8 @@ def attention_kind(config: TargetConfig, layer: int) -> type[WindowAttention]:
     if ratio == 0:
         return WindowAttention
     raise ConfigError(
-        f"layer {layer} has compress_ratio {ratio}; this version builds sliding-window targets only. "
-        "The checkpoint's draft can still be converted and built: pass --draft-only"
+        f"layer {layer} has compress_ratio {ratio}, expected 0: this version builds sliding-window targets only; "
+        "convert the checkpoint's draft alone with dspark-convert --draft-only"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from dspark_trt.runtime_py import verification
 from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, FinishReason
 from dspark_trt.runtime_py.verification import Verdict
 
@@ -149,6 +150,7 @@ import json, sys
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.communicator import connect, fail_together
 from dspark_trt.runtime_py.decoder import Decoder
+from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import SamplingParams
 
 communicator = connect(2)
@@ -226,7 +228,7 @@ def test_ranks_with_different_tokens() -> None:
         def all_gather_object(self, value: Any) -> list[Any]:
             return [value, [[*value[0][:-1], 7]]]
 
-    with pytest.raises(RuntimeError, match="rank 1 produced other tokens than rank 0"):
+    with pytest.raises(LockstepError, match="rank 1 produced other tokens than rank 0"):
         load_example("run").check_ranks([Completion([1], [2, 3], FinishReason.LENGTH)], Disagreeing())
 
 

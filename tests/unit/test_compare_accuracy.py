@@ -335,5 +335,6 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert compare_accuracy.main(["--checkpoint", str(CHECKPOINT), "--engine-dir", "x"]) == 2
     assert compare_accuracy.main(["--checkpoint", str(tmp_path / "absent")]) == 2
     printed = capsys.readouterr().err.splitlines()
-    assert printed[:2] == ["error: pass either --checkpoint or --engine-dir"] * 2
+    wanted = "of --checkpoint and --engine-dir was given, expected one; pass either"
+    assert printed[:2] == [f"error: neither {wanted}", f"error: both {wanted}"]
     assert printed[2].startswith("error: ") and "absent" in printed[2]

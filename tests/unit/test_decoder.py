@@ -203,18 +203,43 @@ def test_more_context_than_a_call_takes(model: Model) -> None:
     assert [most for _, _, most in found] == [CONTEXT_ROWS, 96]
 
 
+class RecordedDraft(TorchSession):
+    """Keeps what each step drafted and how sure it was."""
+
+    def __init__(self, model: Model):
+        super().__init__(model.draft, SingleProcess())
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        super().run(inputs, outputs)
+        self.steps.append((outputs["draft_tokens"].clone(), outputs["confidence"].clone()))
+
+
 def test_slots_are_reused_without_traces(model: Model) -> None:
-    """KV-1, KV-2: a request in a slot that another one left behind gives what a fresh decoder gives."""
+    """KV-1, KV-2: a request in a slot that another one left behind gives what a fresh decoder gives: the text, which
+    the target alone decides, and every draft and confidence, bit for bit, which show a stale window."""
     prompts = prompts_of(120, 2)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
+    draft = RecordedDraft(model)
+    decoder = model.decoder(draft)
+
+    def alone(decoder: Decoder, draft: RecordedDraft) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
+        draft.steps = []
+        done, _ = decoder.generate([prompts[1]], params)
+        return done[0].token_ids, draft.steps
+
     decoder.generate([prompts[0]] * SLOTS, params)
-    again, _ = decoder.generate([prompts[1]], params)
+    again = alone(decoder, draft)
     for ring in all_rings(decoder):
         ring.fill_(torch.nan)
-    poisoned, _ = decoder.generate([prompts[1]], params)
-    fresh, _ = model.decoder(TorchSession(model.draft, SingleProcess())).generate([prompts[1]], params)
-    assert again[0].token_ids == fresh[0].token_ids == poisoned[0].token_ids
+    poisoned = alone(decoder, draft)
+    other = RecordedDraft(model)
+    fresh = alone(model.decoder(other), other)
+    assert fresh[1] and all(confidence.isfinite().all() for _, confidence in fresh[1])
+    for tokens, steps in (again, poisoned):
+        assert tokens == fresh[0] and len(steps) == len(fresh[1])
+        for found, wanted in zip(steps, fresh[1], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_stop_token_inside_accepted_drafts(model: Model) -> None:
@@ -270,6 +295,24 @@ def test_prompts_that_do_not_fit(model: Model, prompts: list[list[int]], tokens:
     with pytest.raises(RequestError, match=message):
         decoder.generate(prompts, SamplingParams(max_tokens=tokens))
     assert all(torch.equal(a, b) for a, b in zip(before, decoder._host.rings[0].values(), strict=True))
+
+
+@pytest.mark.parametrize("asked", [6, 7])
+def test_more_drafts_than_a_block_are_refused(model: Model, asked: int) -> None:
+    """POS-4: not cut down to the block without a word; every prompt that asks is named, and nothing runs."""
+    params = [SamplingParams(max_tokens=4, num_draft_tokens=n, ignore_eos=True) for n in (5, asked, None, asked)]
+    draft = RecordedDraft(model)
+    decoder = model.decoder(draft)
+    with pytest.raises(RequestError) as error:
+        decoder.generate(prompts_of(3, 3, 3, 3), params)
+    for prompt in (1, 3):
+        assert f"prompt {prompt} has num_draft_tokens {asked}, the draft's block has 5; ask for 0..5" in str(
+            error.value
+        )
+    assert "prompt 0" not in str(error.value) and "prompt 2" not in str(error.value)
+    assert not draft.steps and not any(ring.any() for ring in all_rings(decoder))
+    # A target alone drafts nothing, whatever is asked.
+    assert model.decoder(None).generate(prompts_of(3), params[1])[0][0].token_ids
 
 
 def test_positions_up_to_the_limit(model: Model) -> None:

@@ -6,21 +6,24 @@ Without a GPU the same steps run on the CPU, enqueued instead of captured.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
-from dspark_trt.runtime_py.decoder import Execution
+from dspark_trt.runtime_py.communicator import Communicator
+from dspark_trt.runtime_py.decoder import Decoder, Execution
 from dspark_trt.runtime_py.device_step import DeviceStep
 from dspark_trt.runtime_py.interleaving import Interleaver, low_batch_problem, request_counts, why_not
 from dspark_trt.runtime_py.keyed_noise import gumbel_sample
-from dspark_trt.runtime_py.requests import SamplingParams, Statistics
+from dspark_trt.runtime_py.requests import RequestError, SamplingParams, Statistics
 from dspark_trt.runtime_py.scheduling import FullLength, Threshold
 from dspark_trt.runtime_py.slots import SlotState
 from dspark_trt.runtime_py.verification import BlockVerification, StandardRejection, Verifier
 
 from tests.fakes import TableDraft, Tables, TableTarget, request, table_decoder
+from tests.thread_ranks import outcomes
 
 TABLES = Tables.random(23, 4, seed=5)
 ON_DEVICE = Execution(steps="device")
@@ -103,7 +106,7 @@ def test_the_ranks_decisions_are_compared() -> None:
         rank, size = 0, 2
 
         def all_gather_object(self, value: Any) -> list[Any]:
-            return [value, [[1, 2, 3]]]
+            return [value, value if isinstance(value, str) else [[1, 2, 3]]]
 
         def broadcast(self, value: Any, root: int = 0) -> Any:
             return value
@@ -138,6 +141,29 @@ def test_padding_changes_nothing() -> None:
         )
         assert state.anchors[0] == state.anchors[2] == 0
     assert results[0] == results[1]
+
+
+def test_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
+    """KV-6: three requests, then one in the same tensors, which still hold the old mapping: no row of the step, of
+    its context and of its block names another slot, and what the state has of the other requests stays."""
+    step, state = make_step(3)
+    entering = [request([5, 7 + i], [1, 2, 3, 4], SamplingParams()) for i in range(3)]
+    state.enter([dataclasses.replace(r, slot=i) for i, r in enumerate(entering)], [4] * 3)
+    step.place([0, 1, 2])
+    run(step)
+    assert step._seen["slots"].tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert step._block["slots"].tolist() == [0, 1, 2]
+    kept = [t[[0, 2]].clone() for t in (state.anchors, state.positions, state.drafts)]
+    position = int(state.positions[1])
+    step.place([1])
+    run(step)
+    assert step._seen["slots"].tolist() == [1] * 5 + [-1] * 10
+    assert step._block["slots"].tolist() == [1, -1, -1]
+    rows = len(step.emitted(1)[0])
+    assert step._context["feature_slots"].tolist() == [1] * rows + [-1] * (15 - rows)
+    assert int(state.positions[1]) == position + rows
+    found = [t[[0, 2]] for t in (state.anchors, state.positions, state.drafts)]
+    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
 
 
 def test_rejected_and_padding_rows_are_marked() -> None:
@@ -202,6 +228,108 @@ def test_the_plan_depends_on_the_request_count_alone() -> None:
     )
     assert [steps.plan(n).requests for n in (1, 2, 4, 5, 8)] == [1, 4, 4, 5, 8]
     assert not any(steps.plan(n).captured for n in (1, 4, 5))
+
+
+class Pool:
+    """Replays calls as they are, and notes what was captured."""
+
+    def __init__(self, log: list[str]):
+        self.log = log
+
+    def capture(self, call: Callable[[], None], name: str) -> Callable[[], None]:
+        self.log.append(f"capture of {name}")
+        return call
+
+
+def on_a_stream(decoder: Decoder, log: list[str]) -> Interleaver:
+    """The decoder's steps on the device as if there were a stream and graphs."""
+    steps = decoder.interleaver
+    assert steps
+    steps._stream, steps._pool = object(), Pool(log)  # type: ignore[assignment]
+    return steps
+
+
+def test_steps_are_warmed_up_together_and_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GR-3, KV-6: the largest count first, target, verification and draft twice behind each other as they will be
+    replayed, before anything is captured, and on padding alone, so that no request's rows are written."""
+    log: list[str] = []
+    for name in ("target", "verify", "draft"):
+        part = getattr(DeviceStep, name)
+
+        def noted(self: DeviceStep, name: str = name, part: Callable[[DeviceStep], None] = part) -> None:
+            assert self.slots.tolist() == [-1] * self.requests
+            log.append(f"{name} of {self.requests}")
+            part(self)
+
+        monkeypatch.setattr(DeviceStep, name, noted)
+    steps = on_a_stream(table_decoder(TABLES, execution=Execution(steps="device", request_counts=(1, 3))), log)
+    before = [t[:-1].clone() for t in vars(steps.state).values() if isinstance(t, torch.Tensor)]
+    steps.capture(sampled=False)
+    once = ["target of {0}", "verify of {0}", "draft of {0}"] * 2
+    captured = ["capture of target and verification of {0} greedy requests", "capture of draft of {0} greedy requests"]
+    assert log == [line.format(count) for count in (3, 1) for line in once + captured]
+    after = [t[:-1] for t in vars(steps.state).values() if isinstance(t, torch.Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_what_was_emitted_is_read_behind_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SMP-13: the copy to the host arrives when the host waits for an event that was recorded behind it, not before.
+    Tokens of the step before, or an event too early, would change the text."""
+    in_flight: list[Callable[[], object]] = []
+
+    class Event:
+        def record(self) -> None:
+            self.behind = len(in_flight)
+
+        def synchronize(self) -> None:
+            for copy in in_flight[: self.behind]:
+                copy()
+            del in_flight[: self.behind]
+
+    verify = DeviceStep.verify
+
+    def late(self: DeviceStep) -> None:
+        before = self._host_report.clone()
+        verify(self)
+        arriving = self._host_report.clone()
+        self._host_report.copy_(before)
+        in_flight.append(lambda: self._host_report.copy_(arriving))
+
+    params, texts = SamplingParams(max_tokens=40), [[1, 2], [3], [4, 5, 6]]
+    wanted, _ = table_decoder(TABLES, execution=Execution(steps="host")).generate(texts, params)
+    monkeypatch.setattr(DeviceStep, "verify", late)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    decoder = table_decoder(TABLES, execution=ON_DEVICE)
+    on_a_stream(decoder, [])
+    done, stats = decoder.generate(texts, params)
+    assert [c.token_ids for c in done] == [c.token_ids for c in wanted]
+    assert stats.device_steps > 0
+
+
+def test_ranks_with_other_rows_are_refused_together() -> None:
+    """TP-5: five prompts here and three there, or other parameters, would be steps of other rows; every rank
+    says so in the same words, before anything runs, and nobody is left waiting."""
+    ran: list[int] = []
+
+    class Target(TableTarget):
+        def run(self, *arguments: Any) -> None:
+            ran.append(1)
+            super().run(*arguments)
+
+    def generate(communicator: Communicator, prompts: int, params: SamplingParams) -> list[list[int]]:
+        target = Target(TABLES)
+        decoder = table_decoder(TABLES, target=target, execution=ON_DEVICE, communicator=communicator)
+        return [c.token_ids for c in decoder.generate([[1, 2]] * prompts, params)[0]]
+
+    plain, longer = SamplingParams(max_tokens=9), SamplingParams(max_tokens=10)
+    for given in ([(5, plain), (3, plain)], [(3, plain), (3, longer)]):
+        first, second = outcomes(2, lambda c, given=given: generate(c, *given[c.rank]), timeout_s=20)  # type: ignore[misc]
+        assert isinstance(first, RequestError) and isinstance(second, RequestError) and str(first) == str(second)
+        assert f"rank 0 {given[0][0]} prompts of {2 * given[0][0]} tokens" in str(first)
+        assert f"rank 1 {given[1][0]} prompts" in str(first) and "give every rank the same" in str(first)
+    assert not ran
+    same = outcomes(2, lambda c: generate(c, 5, plain), timeout_s=20)
+    assert same[0] == same[1] and len(same[0]) == 5 and ran  # type: ignore[arg-type]
 
 
 def test_default_counts_reach_the_largest_batch() -> None:

@@ -260,6 +260,13 @@ def test_the_onnx_model_has_the_same_tensors(dump: Dump, shards: Path, tmp_path:
     assert computed[0] == "main_x" and not set(computed) - set(outputs)
     wrong = [name for name in computed if not close(torch.from_numpy(outputs[name]), found[name])]
     assert not wrong
+    # ENG-7: an engine's model, with nothing marked that stands in the way of fusions, decides and estimates the same.
+    plain = export_network(load_network("draft", shards, 0, build_of(shards, "dequantized")), tmp_path / "plain.onnx")
+    assert plain.outputs == tuple(o.name for o in network.io.outputs) and len(model.outputs) > len(plain.outputs)
+    bare = onnxruntime.InferenceSession(str(plain.path), providers=["CPUExecutionProvider"])
+    for name, value in zip(plain.outputs, bare.run(None, feeds), strict=True):
+        marked, unmarked = torch.from_numpy(outputs[name]), torch.from_numpy(value)
+        assert torch.equal(marked, unmarked) if name == "draft_tokens" else close(unmarked, marked), name
 
 
 # -------------------------------------------------------------------------------------- ways in
@@ -362,7 +369,7 @@ def test_features_that_cannot_be_used(
 def test_other_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--checkpoint", str(CHECKPOINT), "--output", str(tmp_path / "out")]
     assert dump_draft.main(arguments) == 2
-    assert "pass either --prompt-ids or --features" in capsys.readouterr().err
+    assert "neither of --prompt-ids and --features was given, expected one; pass either" in capsys.readouterr().err
     (tmp_path / "text").write_text("not a safetensors file")
     assert dump_draft.main([*arguments, "--features", str(tmp_path / "text")]) == 2
     assert "not a safetensors file" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from tests.thread_ranks import outcomes
 
 CPU = torch.device("cpu")
 HIDDEN = 64
+BLOCK_BYTES = 2 << 20
+"""What cudaMalloc gives to one allocation alone."""
 
 
 class Node:
@@ -205,6 +209,67 @@ def test_sizes_beyond_32_bits_are_counted() -> None:
     """TP-6."""
     sampling = 2 * 8 * 64 * 8 * 8
     assert region_bytes(8, 131072, torch.float32) == 128 + 3 * 8 * 256 * 131072 * 4 + sampling > 2**31
+
+
+class Runtime:
+    """The CUDA runtime as a process loads it. An allocation that is no whole number of blocks lies somewhere in a
+    block that others share, and a handle stands for the block, as on a device."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Any] = {}
+        self.sizes: list[int] = []
+        self.cudaGetErrorString = lambda status: b"refused"
+
+    def cudaMalloc(self, found: Any, size: Any) -> int:  # noqa: N802
+        self.sizes.append(size.value)
+        memory = ctypes.create_string_buffer(size.value + 3 * BLOCK_BYTES)
+        base = -(-ctypes.addressof(memory) // BLOCK_BYTES) * BLOCK_BYTES
+        self.blocks[base] = memory
+        found._obj.value = base + (512 if size.value % BLOCK_BYTES else 0)
+        return 0
+
+    def cudaFree(self, address: Any) -> int:  # noqa: N802
+        del self.blocks[address.value]
+        return 0
+
+    def cudaMemcpy(self, target: Any, source: Any, size: Any, kind: int) -> int:  # noqa: N802
+        ctypes.memmove(target, source, size.value)
+        return 0
+
+    def cudaIpcGetMemHandle(self, handle: Any, address: Any) -> int:  # noqa: N802
+        block = max(base for base in self.blocks if base <= address.value)
+        ctypes.memmove(handle, block.to_bytes(64, "little"), 64)
+        return 0
+
+    def cudaIpcOpenMemHandle(self, found: Any, handle: Any, flags: Any) -> int:  # noqa: N802
+        found._obj.value = int.from_bytes(bytes(handle), "little")
+        return 0
+
+    def cudaIpcCloseMemHandle(self, address: Any) -> int:  # noqa: N802
+        return 0
+
+
+def test_a_region_is_an_allocation_of_its_own_whatever_torchs_allocator_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP-9: with expandable segments torch's memory has no handle, and a part of a block would be mapped at the
+    block's start. What a peer maps is the region itself: its header names the owner."""
+    runtime = Runtime()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: runtime)
+
+    def owners(communicator: Communicator) -> list[int]:
+        memory = CudaMemory(torch.device("cuda", 0))
+        box = Mailbox.create(communicator, HIDDEN, torch.bfloat16, CPU, memory=memory)
+        addresses = box.tensor.numpy().view(np.uint64).flatten().tolist()
+        found = [memory.read(a + 4 * layout.MAILBOX_WORDS["rank"], 4)[0] for a in addresses]
+        box.close()
+        return found
+
+    assert region_bytes(2, HIDDEN, torch.bfloat16) % BLOCK_BYTES
+    assert outcomes(2, owners, timeout_s=20) == [[0, 1], [1, 0]]
+    assert len(runtime.sizes) == 2 and not runtime.blocks
 
 
 def test_peer_memory_without_a_gpu_is_refused() -> None:

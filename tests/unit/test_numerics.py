@@ -181,6 +181,18 @@ def test_row_of_a_product_does_not_depend_on_its_batch(name: str, dtype: torch.d
         assert torch.equal(product(x[count - 1 : count], weight), whole[count - 1 : count])
 
 
+@pytest.mark.parametrize("name", ["matmul", "linear"])
+def test_float16_products_are_summed_wide(name: str) -> None:
+    """SMP-12: single channels of 2e4 in a product as wide as three captured rows. Partial sums go far beyond
+    float16's 65504 and come back; the result, the small channels' 0.5 among it, is exact."""
+    x, weight = torch.zeros(2, 15360, dtype=torch.float16), torch.ones(3, 15360, dtype=torch.float16)
+    x[:, 0:5120:512], x[:, 5120:10240:512] = 2e4, -2e4
+    x[:, 10240:10256] = 2.0**-5
+    weight[1:] = -1
+    found = getattr(numerics, name)(x, weight)
+    assert found.tolist() == [[0.5, -0.5, -0.5]] * 2
+
+
 def test_row_of_a_quantised_product_does_not_depend_on_its_batch() -> None:
     """HC-7: float32 activations included, codes are exact in any case."""
     generator = torch.Generator().manual_seed(2)

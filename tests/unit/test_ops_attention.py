@@ -11,6 +11,7 @@ from dspark_trt.plugins import draft_attention
 from dspark_trt.plugins.attention import sink_attention
 from dspark_trt.plugins.context_kv_insert import CONTEXT_KV_INSERT
 from dspark_trt.plugins.draft_attention import DRAFT_ATTENTION
+from dspark_trt.plugins.op import OpError
 from dspark_trt.plugins.target_attention import TARGET_ATTENTION
 from torch import Tensor
 
@@ -196,6 +197,30 @@ def test_target_ring_survives_rejected_rows(rows: int) -> None:
             assert np.abs(found[i].double().numpy() - wanted).max() < 5e-6
         position += [1, 6, 1 + int(torch.randint(0, 6, (), generator=generator))][step % 3]
     assert position > 2 * rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_every_width_of_a_ring_gives_the_same_bits(dtype: torch.dtype) -> None:
+    """KV-10: a window of 128 in rings of 133 rows, its paddings and others, before, at and behind their wraps."""
+    generator = torch.Generator().manual_seed(22)
+    kv = torch.randn(600, DIM, generator=generator).to(dtype)
+    queries = torch.randn(600, HEADS, DIM, generator=generator).to(dtype)
+    wanted: dict[int, Tensor] = {}
+    for rows in (601, 128, 133, 134, 136, 160, 192, 256):  # the first one never wraps
+        ring = ring_of(23, slots=2, rows=rows, dtype=dtype) * torch.nan
+        start = 0
+        for position in (0, 1, 127, 128, 132, 133, 136, 255, 256, 300, 599):
+            positions = torch.arange(start, position + 1).int()
+            ring = CONTEXT_KV_INSERT(kv[start : position + 1], positions, torch.ones_like(positions), ring, **CACHE)
+            start, q = position + 1, queries[position : position + 1]
+            found = TARGET_ATTENTION(q, ids(position), ids(1), ring, SINK, window=WINDOW, **CACHE)
+            assert found.isfinite().all() and torch.equal(wanted.setdefault(position, found), found), (rows, position)
+
+
+def test_a_ring_that_is_too_narrow_is_refused() -> None:
+    """KV-10: with the width found and what is wanted."""
+    with pytest.raises(OpError, match=r"ring has 127 rows a slot, expected 128 \(the window\) or more"):
+        target(torch.zeros(1, HEADS, DIM).bfloat16(), 5, ring_of(24, rows=127))
 
 
 @pytest.mark.parametrize("count", [1, 128, 129, 300])

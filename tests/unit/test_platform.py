@@ -11,9 +11,11 @@ import torch
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE_RESIDUAL_ONLY
 from dspark_trt.runtime_py import device as device_module
+from dspark_trt.runtime_py.boundary import BoundaryError
 from dspark_trt.runtime_py.communicator import Communicator, LaunchError, SingleProcess
 from dspark_trt.runtime_py.device import Platform, open_engine_platform, open_platform
 from dspark_trt.runtime_py.mailbox import MailboxError
+from dspark_trt.runtime_py.opening import open_decoder
 from torch import Tensor
 
 from tests.placeholder_engines import make_engines
@@ -115,7 +117,7 @@ def test_small_calls_need_the_mailbox_alone(root: Path, gpus: dict[str, Any]) ->
     for platform in platforms(engines(root, max_input_len=256)):
         assert platform.mailbox and platform.group is None
         assert boundary(platform, 256)[0, 0, 0] == 1.0
-        with pytest.raises(RuntimeError, match="which no call of these engines should need"):
+        with pytest.raises(BoundaryError, match="more rows than any call of these engines, so NCCL was not opened"):
             boundary(platform, 257)
 
 
@@ -162,6 +164,33 @@ def test_one_rank_needs_neither(root: Path, gpus: dict[str, Any]) -> None:
         options = {"side_stream": side_stream, "peer_timeout_s": 1}
         platform = open_platform(engines(root, 1), SingleProcess(), GPU, **options)  # type: ignore[arg-type]
         assert platform.mailbox is platform.group is None
+
+
+def test_products_on_a_gpu_are_summed_wide(root: Path, gpus: dict[str, Any]) -> None:
+    """SMP-12: torch lets parts of a long sum meet in float16, where 65504 is the end, unless it is told otherwise."""
+    products = torch.backends.cuda.matmul
+    products.allow_fp16_reduced_precision_reduction = products.allow_bf16_reduced_precision_reduction = True
+    open_platform(engines(root, 1), SingleProcess(), GPU, side_stream=True, peer_timeout_s=1)
+    assert not products.allow_fp16_reduced_precision_reduction
+    assert not products.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(("counts", "said"), [((43, 64), True), ((4, 64), False), (None, False)])
+def test_counts_too_large_for_fused_boundaries_are_told_at_the_start(
+    counts: tuple[int, ...] | None, said: bool, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By rank 0 alone, with the count to add."""
+    directory = engines(root).path
+
+    def opened(communicator: Communicator) -> None:
+        open_decoder(directory, communicator=communicator, device="cpu", request_counts=counts).close()
+
+    with caplog.at_level(logging.WARNING, logger="dspark_trt"):
+        assert outcomes(2, opened) == [None, None]
+    messages = [record.getMessage() for record in caplog.records if "fused boundaries" in record.getMessage()]
+    assert len(messages) == said
+    if said:
+        assert "of 43 requests, has 258 rows, they take 256; add 42 to --request-counts" in messages[0]
 
 
 def test_engines_have_the_mailbox_or_nothing(root: Path, gpus: dict[str, Any]) -> None:

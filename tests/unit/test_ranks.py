@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dspark_trt.plugins.collective import collective_scope, gather_ranks
+from dspark_trt.plugins.collective import CollectiveError, collective_scope, gather_ranks
 from dspark_trt.runtime_py.communicator import (
     LaunchError,
     SingleProcess,
@@ -14,7 +14,7 @@ from dspark_trt.runtime_py.communicator import (
     fail_together,
     launcher_ranks,
 )
-from dspark_trt.runtime_py.mapping import Mapping
+from dspark_trt.runtime_py.mapping import Mapping, MappingError
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 
@@ -77,12 +77,12 @@ def test_a_rank_that_succeeds_aborts_nothing() -> None:
 def test_other_kinds_of_parallelism_are_refused_with_a_reason(kind: str) -> None:
     values = {"world_size": 2, "rank": 0, "tp_size": 2}
     assert Mapping.from_dict({**values, kind: 1}) == Mapping(2, 0, 2)
-    with pytest.raises(ValueError, match=rf"^{kind} is 2: .{{30,}}$"):
+    with pytest.raises(MappingError, match=rf"^{kind} is 2: .{{30,}}$"):
         Mapping.from_dict({**values, kind: 2})
 
 
 def test_unknown_kinds_of_parallelism_are_named() -> None:
-    with pytest.raises(ValueError, match="dp_size is unknown, expected world_size, rank and tp_size"):
+    with pytest.raises(MappingError, match="dp_size is unknown, expected world_size, rank and tp_size"):
         Mapping.from_dict({"world_size": 1, "rank": 0, "tp_size": 1, "dp_size": 1})
 
 
@@ -103,17 +103,17 @@ def test_mapping_round_trips(mapping: Mapping) -> None:
     ],
 )
 def test_impossible_mappings(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(MappingError, match=message):
         Mapping.from_dict(values)
 
 
 def test_gathering_outside_a_scope() -> None:
     """A sharded network that nobody connected says so instead of computing a partial sum."""
-    with pytest.raises(RuntimeError, match=r"sharded over 2 ranks ran outside collective_scope\(\)"):
+    with pytest.raises(CollectiveError, match=r"sharded over 2 ranks ran outside collective_scope\(\)"):
         gather_ranks(torch.zeros(3), 2)
     with (
         collective_scope(lambda t: t.unsqueeze(0)),
-        pytest.raises(RuntimeError, match="gathered 1 ranks, the network has 2"),
+        pytest.raises(CollectiveError, match="gathered 1 ranks, the network has 2"),
     ):
         gather_ranks(torch.zeros(3), 2)
     assert gather_ranks(torch.ones(3), 1).shape == (1, 3)

@@ -271,10 +271,10 @@ def test_fewer_drafts_by_request() -> None:
     """num_draft_tokens limits what is verified, not what comes out."""
     tables = Tables.random(7, 4, seed=2)
     done = {}
-    for limit in (0, 1, 3, 4, 9, None):
+    for limit in (0, 1, 3, 4, None):
         params = SamplingParams(max_tokens=60, num_draft_tokens=limit)
         (completion,), stats = table_decoder(tables).generate([[1]], params)
         done[limit] = completion.token_ids
-        verified = min(4 if limit is None else limit, 4)
+        verified = 4 if limit is None else limit
         assert stats.proposed_per_position == [stats.steps] * verified + [0] * (4 - verified)
     assert all(tokens == done[0] for tokens in done.values())

@@ -63,6 +63,22 @@ def test_the_build_script_uses_flags_that_exist(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "tests/gpu"),
+        ("-k boundary", "tests/gpu -k boundary"),
+        ("tests/gpu/test_mhc_kernels.py -k boundary", "tests/gpu/test_mhc_kernels.py -k boundary"),
+        ("-x tests/gpu/test_mhc_kernels.py::test_boundary", "-x tests/gpu/test_mhc_kernels.py::test_boundary"),
+    ],
+)
+def test_files_narrow_a_run_on_a_gpu(tmp_path: Path, arguments: str, expected: str) -> None:
+    """Beside the whole folder, pytest would take them for nothing new."""
+    stub(tmp_path, "python3", 'echo "$@"')
+    done = bash(str(EXAMPLES.parent / "tests" / "run_gpu.sh"), *arguments.split(), path=tmp_path)
+    assert done.stdout == f"-m pytest -q -m gpu or gpu2 {expected}\n", done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["one"], ["1", "2", "3", "4"]])
 def test_the_build_script_says_how_to_call_it(tmp_path: Path, arguments: list[str]) -> None:
     done = bash(str(EXAMPLES / "build_engines.sh"), *arguments, path=tmp_path)

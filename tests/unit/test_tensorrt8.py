@@ -84,43 +84,55 @@ MODULE = SimpleNamespace(
 )
 
 
-def configured(*layers: Layer) -> Config:
+def configured(*layers: Layer, types: dict[str, str]) -> Config:
     config = Config()
     network = SimpleNamespace(num_layers=len(layers), get_layer=lambda i: layers[i])
-    tensorrt8.configure(MODULE, network, config)
+    tensorrt8.configure(MODULE, network, config, types)
     return config
 
 
-def test_float16_is_computed_where_the_network_says_so() -> None:
-    """Weakly typed networks may compute in any enabled type: each layer and output is pinned to its own."""
-    half = Layer("MATRIX_MULTIPLY", [tensor(HALF), tensor(HALF)], [tensor(HALF)])
-    wide = Layer("ELEMENTWISE", [tensor(FLOAT), tensor(FLOAT)], [tensor(FLOAT)])
-    plugin = Layer("PLUGIN_V2", [tensor(HALF), None, tensor(FLOAT), tensor(INT32)], [tensor(HALF), tensor(FLOAT)])
-    compare = Layer("ELEMENTWISE", [tensor(HALF), tensor(HALF)], [tensor(BOOL)])
-    config = configured(half, wide, plugin, compare)
+def test_float16_is_computed_where_the_model_says_so() -> None:
+    """Weakly typed networks may compute in any enabled type, and call computed tensors float32 whatever the model
+    says: a plugin pinned to float32 by that has no format left. What is float32 in the model stays it; what is float16
+    may be either, as its builder finds no format for some products that must be."""
+    half = Layer("MATRIX_MULTIPLY", [tensor(HALF, name="x"), tensor(HALF, name="w")], [tensor(FLOAT, name="q")])
+    between = Layer("SHUFFLE", [tensor(FLOAT, name="q")], [tensor(FLOAT, name="(made by the parser)")])
+    wide = Layer("ELEMENTWISE", [tensor(FLOAT, name="a"), tensor(FLOAT, name="b")], [tensor(FLOAT, name="c")])
+    inputs = [tensor(FLOAT, name="(made by the parser)"), None, tensor(FLOAT, name="c"), tensor(INT32, name="slots")]
+    plugin = Layer("PLUGIN_V2", inputs, [tensor(FLOAT, name="attended"), tensor(FLOAT, name="sums")])
+    compare = Layer("ELEMENTWISE", [tensor(FLOAT, name="attended")] * 2, [tensor(BOOL, name="more")])
+    halves, wides = ("x", "w", "q", "attended"), ("a", "b", "c", "sums")
+    types = dict.fromkeys(halves, "float16") | dict.fromkeys(wides, "float32")
+    config = configured(half, between, wide, plugin, compare, types=types)
     assert config.flags == {Flag.FP16, Flag.OBEY_PRECISION_CONSTRAINTS}
-    assert [layer.precision for layer in (half, wide, plugin, compare)] == [HALF, FLOAT, None, HALF]
-    assert half.output_types == {0: HALF} and wide.output_types == {0: FLOAT}
+    assert [layer.precision for layer in (half, between, wide, plugin, compare)] == [None, None, FLOAT, None, None]
+    assert half.output_types == {} and between.output_types == {} and wide.output_types == {0: FLOAT}
     assert plugin.output_types == {0: HALF, 1: FLOAT} and compare.output_types == {}
 
 
 def test_what_has_its_type_anyway_is_left_alone() -> None:
-    """Casts, constants and shapes; TensorRT refuses some of these constraints."""
+    """Casts, constants and shapes; TensorRT refuses some of these constraints. What follows them has their types."""
     layers = [
-        Layer("CAST", [tensor(HALF)], [tensor(FLOAT)]),
-        Layer("CONSTANT", [], [tensor(HALF)]),
-        Layer("SHAPE", [tensor(HALF)], [tensor(INT32, on_gpu=False)]),
-        Layer("GATHER", [tensor(FLOAT), tensor(INT32)], [tensor(FLOAT, on_gpu=False)]),
+        Layer("CAST", [tensor(FLOAT, name="x")], [tensor(FLOAT, name="wide")]),
+        Layer("CONSTANT", [], [tensor(HALF, name="(a scalar)")]),
+        Layer("SHAPE", [tensor(FLOAT, name="x")], [tensor(INT32, name="s", on_gpu=False)]),
+        Layer("GATHER", [tensor(FLOAT, name="x"), tensor(INT32)], [tensor(FLOAT, name="f", on_gpu=False)]),
         Layer("GATHER", [tensor(INT32), tensor(INT32)], [tensor(INT32)]),
     ]
-    configured(*layers)
+    after = Layer("ELEMENTWISE", [tensor(FLOAT, name="x"), tensor(HALF, name="(a scalar)")], [tensor(FLOAT, name="y")])
+    configured(*layers, after, types={"x": "float16", "wide": "float32", "f": "float16"})
     assert [(layer.precision, layer.output_types) for layer in layers] == [(None, {})] * len(layers)
+    assert (after.precision, after.output_types) == (None, {})
+    more = Layer("UNARY", [tensor(FLOAT, name="wide")], [tensor(FLOAT, name="(made by the parser)")])
+    sums = Layer("REDUCE", [tensor(FLOAT, name="(made by the parser)")], [tensor(FLOAT, name="sum")])
+    configured(more, sums, types={"x": "float16", "wide": "float32", "sum": "float32"})
+    assert [(layer.precision, layer.output_types) for layer in (more, sums)] == [(FLOAT, {0: FLOAT})] * 2
 
 
 def test_a_float32_network_stays_float32() -> None:
     """Without TF32 and without libraries of kernels; a profile serves several contexts."""
     layer = Layer("MATRIX_MULTIPLY", [tensor(FLOAT), tensor(FLOAT)], [tensor(FLOAT)])
-    config = configured(layer)
+    config = configured(layer, types={"t": "float32"})
     assert (config.flags, config.tactics, config.preview) == (set(), 0, {"sharing": True})
     assert layer.precision is None
 
@@ -157,7 +169,7 @@ def test_plugin_layers_of_this_kind_are_counted_and_built(monkeypatch: pytest.Mo
     network, config = parsed_network(fake_api(), *layers, Layer("CAST", [tensor(HALF)], [tensor(FLOAT)]))
     assert network.plugin_layers() == {"HcCollapse": 2, "Other": 1}
     shapes = {"streams": ((1, 4, 128), (2, 4, 128), (8, 4, 128))}
-    assert network.build([shapes, shapes], EngineOptions()) == b"plan"
+    assert network.build([shapes, shapes], EngineOptions(), {"t": "float16"}) == b"plan"
     assert (config.profiles, config.tactics) == (2, 0) and Flag.FP16 in config.flags
 
 

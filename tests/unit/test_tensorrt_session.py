@@ -193,6 +193,7 @@ def test_a_captured_context_serves_no_other_shapes() -> None:
     ],
 )
 def test_an_engine_of_another_network_is_refused(change: Callable[[FakeEngine], object], message: str) -> None:
+    """ENG-7 among them: marked intermediate outputs change what a compiler fuses, and are those of another network."""
     engine = make_engine()
     change(engine)
     with pytest.raises(EngineLoadError, match=f"the engine is not of this network: {message}.*build it again"):

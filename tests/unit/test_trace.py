@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
 from dspark_trt.runtime_py.trace import merge, trace_scope
+
+from tests.thread_ranks import on_ranks
 
 
 def record(base_ns: int) -> dict[str, Any]:
@@ -48,6 +50,51 @@ def test_what_ran_is_in_the_file(name: str, tmp_path: Path) -> None:
     events = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)["traceEvents"]
     names = {event["name"] for event in events}
     assert {"draft", "aten::matmul"} <= names
+
+
+def kernel(name: str, stream: int, ts: float) -> dict[str, Any]:
+    """As the profiler records a kernel: the track of a GPU is a stream."""
+    return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": ts, "dur": 2.0}
+
+
+def track(stream: int) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 0, "tid": stream, "args": {"name": f"stream {stream}"}}
+
+
+def test_a_side_stream_has_a_track_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU kernels are recorded, and what ran beside each other on two streams of one rank lies on two tracks
+    with names, on every rank."""
+    asked: list[Any] = []
+
+    class Profile:
+        def __init__(self, activities: list[Any]):
+            asked.append(activities)
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def export_chrome_trace(self, path: str) -> None:
+            kernels = [kernel("attention", 7, 10.0), kernel("mhc_coefficients", 20, 10.5)]
+            Path(path).write_text(json.dumps({"traceEvents": [track(7), track(20), *kernels]}))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+
+    def write(communicator: Communicator) -> None:
+        with trace_scope(tmp_path / "trace.json", communicator):
+            pass
+
+    on_ranks(2, write)
+    assert all(torch.profiler.ProfilerActivity.CUDA in activities for activities in asked) and len(asked) == 2
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len(tracks) == 4 and sorted(tracks.values()) == ["stream 20", "stream 20", "stream 7", "stream 7"]
+    where = {(e["name"], tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"}
+    assert where == {("attention", "stream 7"), ("mhc_coefficients", "stream 20")}
+    assert len({e["pid"] for e in events}) == 2
 
 
 def test_nothing_is_written_of_a_run_that_fails(tmp_path: Path) -> None:

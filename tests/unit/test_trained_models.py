@@ -11,7 +11,7 @@ from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
-from dspark_trt.runtime_py.communicator import Communicator
+from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
 from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder, Execution
 from dspark_trt.runtime_py.requests import Completion, SamplingParams, Statistics
@@ -107,3 +107,27 @@ def test_sampled_text_repeats(decode: Callable[..., Any]) -> None:
     again, _ = decode([cold, warm, warm])
     assert again[1:] == done[1:] and again[0] != done[0]
     assert sum(stats.accepted_per_position) > 0.2 * sum(stats.proposed_per_position)
+
+
+def test_requests_that_share_slots_are_drafted_for_as_well_as_alone(tmp_path: Path) -> None:
+    """KV-1: six prompts through two slots, so that four take one that others left, and through six: the same text and
+    as many drafts accepted at each position, which a window with rows of another request would cost."""
+    convert_checkpoint(CHECKPOINT, tmp_path / "shards", tp_size=1)
+    config = read_shard_config(tmp_path / "shards")
+    prompts = [*PROMPTS, [0, *b"The next morning"], [0, *b"He"], [0, *b"In the middle of the night they were"]]
+    found = []
+    for slots in (2, 6):
+        build = BuildConfig(max_batch_size=slots, max_seq_len=200).checked(config.draft)
+        target, draft = (load_network(kind, tmp_path / "shards", 0, build) for kind in ("target", "draft"))
+        loop = Decoder(
+            TorchSession(target, SingleProcess()),
+            TorchSession(draft, SingleProcess()),
+            target_config=config.target,
+            draft_config=config.draft,
+            build=build,
+            communicator=SingleProcess(),
+        )
+        done, stats = loop.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+        assert stats.accepted_per_position[0] > 0
+        found.append(([c.token_ids for c in done], stats.accepted_per_position, stats.steps))
+    assert found[0] == found[1]

@@ -355,7 +355,7 @@ def no_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("no_products")
 def test_without_a_tensorrt_every_product_is_named() -> None:
     with pytest.raises(
-        TensorRTUnavailableError, match=r"tensorrt: ImportError.*; tensorrt_rtx: ImportError.*dspark-trt\[rtx\]"
+        TensorRTUnavailableError, match=r"tensorrt: ImportError.*; tensorrt_rtx: ImportError.*pip install .\.\[rtx\]"
     ):
         tensorrt_api.load()
     with pytest.raises(TensorRTUnavailableError, match="'trt' is unknown, expected one of tensorrt, tensorrt_rtx"):

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from dspark_trt.runtime_py.watchdog import Watchdog
+from dspark_trt.runtime_py.watchdog import Watchdog, WatchdogError
 
 
 class Job:
@@ -79,5 +79,5 @@ def test_an_operation_that_fails_is_over() -> None:
 
 
 def test_a_time_that_can_not_pass_is_refused() -> None:
-    with pytest.raises(ValueError, match="timeout is 0 s, expected more than 0"):
+    with pytest.raises(WatchdogError, match="timeout is 0 s, expected more than 0"):
         Job().watchdog(0)
