@@ -5,8 +5,10 @@ pinned to that, layers and outputs, and the builder is told to obey; what it com
 either. So nothing is rounded more coarsely than the model says. Plugins have the model's types on both sides: their
 attribute ``activation`` says which. The parsed network can't be asked for types: it calls computed tensors float32
 whatever goes into them. They come from the model, by the names that the parser keeps; what the parser puts between
-them takes the type of its inputs. External libraries of kernels stay out of it: installations without cuBLAS and
-cuDNN are common, and our engines don't need them.
+them takes the type of its inputs. It calls float16 weights float32 too, and that stands: their products are then
+computed in float32, while free to be either they came out in other bits on two ranks that shared a timing cache.
+External libraries of kernels stay out of it: installations without cuBLAS and cuDNN are common, and our engines don't
+need them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from tests.example_scripts import EXAMPLES, load_example
 from tests.gpu.engine_calls import Open
 from tests.mpi_jobs import run_job
 
-pytest.importorskip("polygraphy", reason="the comparison needs Polygraphy: pip install 'dspark-trt[compare]'")
-pytest.importorskip("onnxruntime", reason="the comparison needs ONNX Runtime: pip install 'dspark-trt[compare]'")
+pytest.importorskip("polygraphy", reason="the comparison needs Polygraphy: pip install '.[compare]'")
+pytest.importorskip("onnxruntime", reason="the comparison needs ONNX Runtime: pip install '.[compare]'")
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def configured(*layers: Layer, types: dict[str, str]) -> Config:
 def test_float16_is_computed_where_the_model_says_so() -> None:
     """Weakly typed networks may compute in any enabled type, and call computed tensors float32 whatever the model
     says: a plugin pinned to float32 by that has no format left. What is float32 in the model stays it; what is float16
-    may be either, as its builder finds no format for some products that must be."""
+    may be either."""
     half = Layer("MATRIX_MULTIPLY", [tensor(HALF, name="x"), tensor(HALF, name="w")], [tensor(FLOAT, name="q")])
     between = Layer("SHUFFLE", [tensor(FLOAT, name="q")], [tensor(FLOAT, name="(made by the parser)")])
     wide = Layer("ELEMENTWISE", [tensor(FLOAT, name="a"), tensor(FLOAT, name="b")], [tensor(FLOAT, name="c")])
