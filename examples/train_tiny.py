@@ -215,7 +215,7 @@ def draft_forward(model: DraftModel, tokens: Tensor, features: Tensor, anchors: 
     config = model.config
     first, last = model.mtp[0], model.mtp[-1]
     block = config.block_size
-    main_x = first.main_norm(first.main_proj(features)).unflatten(0, (*tokens.shape[:1], -1))
+    main_x = first.main_x(features).unflatten(0, (*tokens.shape[:1], -1))
     ids = torch.full((*anchors.shape, block), config.noise_token_id, device=tokens.device)
     ids[..., 0] = tokens.gather(1, anchors)
     ids = ids.flatten()

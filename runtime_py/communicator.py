@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,11 @@ class Communicator(Protocol):
     def abort(self, code: int) -> None:
         """End every rank of the job."""
         ...
+
+
+FORWARDING_SECONDS = 0.2
+"""How long a rank that aborts the job waits for its launcher to pass on what it printed: a launcher that is told to end
+may drop the line that says why."""
 
 
 class SingleProcess:
@@ -97,6 +103,7 @@ class MpiCommunicator:
     def abort(self, code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(FORWARDING_SECONDS)
         self._world.Abort(code)
 
 

@@ -17,7 +17,7 @@ from ..builder.network import load_network
 from ..plugins.markov_sampling import Sampler
 from .backend import Backend, choose_executor
 from .boundary import FUSED_MHC_MAX_ROWS
-from .communicator import Communicator, connect
+from .communicator import Communicator, LaunchError, connect
 from .decoder import Decoder, Detokenize, Execution
 from .device import DeviceChoice, Platform, open_engine_platform, open_platform, rank_device
 from .interleaving import low_batch_problem
@@ -63,8 +63,8 @@ def open_decoder(
         progress: is told what the decoder does, such as a :class:`~.watchdog.Watchdog`.
 
     Raises:
-        LaunchError: the job's ranks are not those the engines were built for, a rank has no GPU of its own, or the
-            largest step of engines of several ranks does not fit the mailbox.
+        LaunchError: the job's ranks are not those the engines were built for, ask for steps of other kinds, a rank has
+            no GPU of its own, or the largest step of engines of several ranks does not fit the mailbox.
         MappingError: ``communicator`` was given and has another number of ranks than the engines.
         EngineDirError: the directory is incomplete or of another version.
         TensorRTUnavailableError: TensorRT was asked for and can't run the engines.
@@ -86,6 +86,7 @@ def open_decoder(
             f"{engine_dir}: built without --sampling, its drafts are greedy and ask no sampler; build it again with "
             "--sampling, or leave the sampler out"
         )
+    _check_alike(communicator, speculative=speculative, request_counts=request_counts and tuple(request_counts))
     verifier = verifier or Verifier()
     if sampler:
         verifier = dataclasses.replace(verifier, sampler=sampler)
@@ -157,3 +158,15 @@ def detokenizer(directory: Path) -> Detokenize | None:
         return None
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: str(tokenizer.decode(list(ids)))
+
+
+def _check_alike(communicator: Communicator, **options: object) -> None:
+    """Raise LaunchError on every rank if options differ: other steps than a peer's wait for it in vain."""
+    everyone = communicator.all_gather_object(options)
+    problems = [
+        f"{name}: {', '.join(f'rank {rank} {found[name]}' for rank, found in enumerate(everyone))}"
+        for name in options
+        if any(found[name] != everyone[0][name] for found in everyone)
+    ]
+    if problems:
+        raise LaunchError(f"ranks were started with different options, give every rank the same. {'; '.join(problems)}")

@@ -10,15 +10,17 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from dspark_trt.plugins import attention, numerics
+from dspark_trt.runtime_py.backend import Backend
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, SamplingParams
@@ -77,11 +79,16 @@ class ForcingVerifier(Verifier):
 
 
 def forced_logits(
-    engines: Path, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], device: DeviceChoice
+    engines: Path,
+    prompts: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int]],
+    device: DeviceChoice,
+    backend: Backend = "torch",
 ) -> Tensor:
     """The target's logits [P, T, V] float32 at every one of P times T given ``tokens`` behind P prompts."""
     verifier, count = ForcingVerifier(tokens=tokens), len(tokens[0])
-    with Decoder.from_dir(engines, speculative=False, device=device, verifier=verifier) as decoder:
+    options = {"speculative": False, "device": device, "backend": backend}
+    with Decoder.from_dir(engines, verifier=verifier, **options) as decoder:
         decoder.interleaver = None  # the host chooses
         decoder.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     return torch.stack([torch.stack(verifier.logits[index]) for index in range(len(tokens))])
@@ -141,34 +148,42 @@ def other_rounding() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two decodes of a prompt part, and how the target sees the two tokens on either device."""
+    """Where two decodes of a prompt part, and how the target sees the two tokens in either."""
 
     prompt: int
     position: int
     margin_cpu: float
-    """Logit of the CPU's token minus that of the other, on the CPU; not negative."""
+    """Logit of the CPU's token, or whatever the other is held to, minus that of the other, there; not negative."""
     margin_other: float
     """The same on the other device; not positive."""
 
     @property
     def rounding(self) -> float:
-        """By how much the devices' logits differ in what decided."""
+        """By how much the two's logits differ in what decided."""
         return self.margin_cpu - self.margin_other
 
 
 def divergences(engines: Path, mode: str, found: list[list[int]], device: DeviceChoice) -> list[Divergence]:
     """The first difference of every prompt whose tokens are not those recorded."""
+    views = [partial(forced_logits, engines, device=where) for where in ("cpu", device)]
+    return where_texts_part(found, recorded(mode), views)
+
+
+def where_texts_part(
+    found: Sequence[list[int]], wanted: Sequence[list[int]], views: Sequence[Callable[..., Tensor]]
+) -> list[Divergence]:
+    """The first difference of every prompt's tokens; ``views`` are :func:`forced_logits` of what gave the ``wanted``
+    tokens and of what gave those ``found``."""
     different = []
-    for index, (prompt, ours, wanted) in enumerate(zip(prompts(), found, recorded(mode), strict=True)):
-        if ours == wanted:
+    for index, (prompt, ours, theirs) in enumerate(zip(prompts(), found, wanted, strict=True)):
+        if ours == theirs:
             continue
-        position = next(i for i, (a, b) in enumerate(zip(ours, wanted, strict=True)) if a != b)
-        text = prompt + wanted[:position]
-        margins = [
-            float(logits[wanted[position]] - logits[ours[position]])
-            for logits in (forced_logits(engines, [text], [[0]], where)[0, 0] for where in ("cpu", device))
-        ]
-        different.append(Divergence(index, position, *margins))
+        position = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        text = prompt + theirs[:position]
+        rows = [logits([text], [[0]])[0, 0] for logits in views]
+        different.append(
+            Divergence(index, position, *(float(row[theirs[position]] - row[ours[position]]) for row in rows))
+        )
     return different
 
 

@@ -68,6 +68,17 @@ class Stage(HyperConnectedLayer):
             self.confidence_head = ConfidenceHead(config, context)
             register_hc_head(self, config)
 
+    def main_x(self, target_features: Tensor) -> Tensor:
+        """Captured target rows [T, F H] -> what all stages attend to, [T, H]; the first stage's.
+
+        float16 ends at 65504, which a sum over F H channels with large ones among them passes, so in float16 the
+        projection stays float32 until it is normalised.
+        """
+        if target_features.dtype != torch.float16:
+            return cast(Tensor, self.main_norm(self.main_proj(target_features)))
+        projected = matmul(target_features, self.main_proj.weight)
+        return cast(Tensor, self.main_norm(projected)).to(target_features.dtype)
+
 
 class DraftModel(nn.Module):
     """The rank-local draft; parameters carry the released names (``mtp.{stage}.*``, embed, head).
@@ -130,7 +141,7 @@ class DraftModel(nn.Module):
         config, probe = self.config, self.context.probe
         stages = cast("list[Stage]", list(self.mtp))
         first, last = stages[0], stages[-1]
-        main_x = first.main_norm(first.main_proj(target_features))
+        main_x = first.main_x(target_features)
         probe("main_x", main_x)
         rings = []
         for stage, ring in zip(stages, kv_rings, strict=True):

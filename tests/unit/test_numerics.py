@@ -11,12 +11,16 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from dspark_trt.builder.config import Numerics, parse_configs
+from dspark_trt.builder.model.context import BuildContext
+from dspark_trt.builder.model.draft import Stage
 from dspark_trt.plugins import numerics
 from dspark_trt.plugins.attention import sink_attention
 from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from torch import Tensor
 
 from tests.oracle import numpy_ops as ops
+from tests.released import tiny_config
 
 
 def bytes_of(*values: int) -> Tensor:
@@ -191,6 +195,24 @@ def test_float16_products_are_summed_wide(name: str) -> None:
     weight[1:] = -1
     found = getattr(numerics, name)(x, weight)
     assert found.tolist() == [[0.5, -0.5, -0.5]] * 2
+
+
+def test_projected_features_are_not_stored_in_float16() -> None:
+    """SMP-12: the projection passes float16's range where single channels are large; what stages attend to is finite,
+    and what float32 gives, rounded."""
+    _, config = parse_configs(tiny_config("v4.1"))
+    stages = []
+    for dtype in (torch.float16, torch.float32):
+        stage = Stage(0, config, BuildContext(Numerics.DEQUANTIZED, dtype))
+        with torch.no_grad():
+            stage.main_proj.weight.fill_(0.5)
+            stage.main_norm.weight.fill_(1)
+        stages.append(stage)
+    features = torch.zeros(2, config.num_features * config.hidden_size)
+    features[:, ::64] = 2e4
+    half, wide = stages[0].main_x(features.half()), stages[1].main_x(features)
+    assert stages[0].main_proj(features.half()).isinf().all(), "the example does not pass float16's range"
+    assert half.dtype == torch.float16 and torch.equal(half, wide.half())
 
 
 def test_row_of_a_quantised_product_does_not_depend_on_its_batch() -> None:

@@ -193,6 +193,28 @@ def test_counts_too_large_for_fused_boundaries_are_told_at_the_start(
         assert "of 43 requests, has 258 rows, they take 256; add 42 to --request-counts" in messages[0]
 
 
+def test_ranks_with_other_options_are_refused_together(root: Path) -> None:
+    """TP-5: captured steps of other sizes, or a draft on one rank only, would leave each other waiting."""
+    directory = engines(root).path
+
+    def opened(communicator: Communicator) -> None:
+        counts = (1, 2) if communicator.rank else (1, 4)
+        open_decoder(
+            directory,
+            communicator=communicator,
+            device="cpu",
+            request_counts=counts,
+            speculative=bool(communicator.rank),
+        )
+
+    for found in outcomes(2, opened, timeout_s=20):
+        assert isinstance(found, LaunchError)
+        assert (
+            "give every rank the same. speculative: rank 0 False, rank 1 True; request_counts: rank 0 (1, 4), "
+            in str(found)
+        )
+
+
 def test_engines_have_the_mailbox_or_nothing(root: Path, gpus: dict[str, Any]) -> None:
     """Their boundaries are compiled in: no other way is left where the mailbox is too small or missing."""
 
