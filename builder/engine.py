@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 import onnx.inliner
 
+from ..plugins.markov_sampling_sharded import MAX_REQUESTS, MAX_STEPS
 from ..plugins.op import DOMAIN, OPSET, OpError, decode_attributes, encode_attributes
 from ..plugins.profiles import Profile, Shape
 from ..plugins.registry import ALL_OPS
@@ -104,8 +105,14 @@ class BuildConfig:
         for name in ("vocabulary_split_from", "request_split_from"):
             if getattr(self, name) < 0:
                 problems.append(f"{name} is {getattr(self, name)}, expected a number of requests, or 0 for never")
-        if self.max_batch_size < 1:
-            problems.append(f"max_batch_size is {self.max_batch_size}, expected at least 1")
+        if not 1 <= self.max_batch_size <= MAX_REQUESTS:
+            problems.append(
+                f"max_batch_size is {self.max_batch_size}, expected 1..{MAX_REQUESTS}: sampling takes so many"
+            )
+        if block > MAX_STEPS:
+            problems.append(
+                f"the draft's block has {block} tokens, sampling takes {MAX_STEPS}; there is no engine for it"
+            )
         if self.max_input_len < block + 1:
             problems.append(
                 f"max_input_len is {self.max_input_len}, expected at least a step of one request, {block + 1}"

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from . import markov_sampling_sharded, mhc_all_reduce
+from . import markov_sampling, markov_sampling_sharded, mhc_all_reduce
 from .library import PLUGIN_ABI
 from .op import Op, TensorSpec, is_dynamic, parse_dim
 from .registry import ALL_OPS
@@ -116,6 +116,10 @@ def header() -> str:
         f"#define DSPARK_MAX_RANKS {markov_sampling_sharded.MAX_RANKS}",
         f"#define DSPARK_SAMPLING_STEPS {markov_sampling_sharded.MAX_STEPS}",
         f"#define DSPARK_SAMPLING_REQUESTS {markov_sampling_sharded.MAX_REQUESTS}",
+        f"#define DSPARK_SAMPLING_GENERATIONS {markov_sampling_sharded.GENERATIONS}",
+        "// Sampling: a draft's share of its noise's key, and the least that scores are divided by.",
+        f"#define DSPARK_DRAFT_SALT 0x{markov_sampling.DRAFT_SALT:X}u",
+        f"#define DSPARK_TEMPERATURE_FLOOR {markov_sampling.TEMPERATURE_FLOOR:g}f",
         "enum dspark_mailbox_word {",
         *(f"  DSPARK_MAILBOX_{name.upper()} = {i}," for name, i in mhc_all_reduce.MAILBOX_WORDS.items()),
         "};",

@@ -27,7 +27,9 @@ from .numerics import first_argmax, matmul
 from .op import Op, TensorSpec
 
 DRAFT_SALT = 0x2545F491
-"""Added to a position's hash so that drafting and verifying never share a key."""
+"""Added to a position before it is hashed, so that drafting and verifying never share a key."""
+TEMPERATURE_FLOOR = 1e-5
+"""Scores are divided by no less; drafting and verification must agree on it."""
 FLOAT64_MAX_VOCAB = 2**20
 """Tokens whose ids fit beside a score of 33 significant bits."""
 _SPLIT = 2.0**20 + 1
@@ -228,7 +230,7 @@ def noisy_scores(
     ``ids`` are the columns' tokens where they are not the whole vocabulary. ``float64`` also is the result's type."""
     noise = gumbel_noise(seeds, positions, logits.shape[-1], salt=salt, ids=ids, float64=float64)
     logits = logits.to(noise.dtype)
-    tempered = logits / temperature.clamp_min(1e-5).to(noise.dtype).unsqueeze(-1) + noise
+    tempered = logits / temperature.clamp_min(TEMPERATURE_FLOOR).to(noise.dtype).unsqueeze(-1) + noise
     scores = torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
     if not float64:
         return scores
@@ -258,7 +260,7 @@ _ONNX_SAMPLING_CONSTANTS = f"""
             div16 = Constant<value = int64 {{65536}}>()
             div13 = Constant<value = int64 {{8192}}>()
             salt = Constant<value = int64 {{{DRAFT_SALT}}}>()
-            coldest = Constant<value = float {{1e-5}}>()
+            coldest = Constant<value = float {{{TEMPERATURE_FLOOR}}}>()
             no_temperature = Constant<value = float {{0.0}}>()
             zero_scalar = Constant<value = int64 {{0}}>()
             one_scalar = Constant<value = int64 {{1}}>()

@@ -29,6 +29,7 @@ from .op import Op, OpError, TensorSpec
 MAX_STEPS, MAX_REQUESTS, MAX_RANKS = 8, 64, 8
 """Slots of a block, requests and ranks of a call of the kernel."""
 GENERATIONS = 2
+"""Sets of candidates that calls use in turn: while one is read, the other is cleared."""
 
 
 def exchange_bytes(ranks: int) -> int:

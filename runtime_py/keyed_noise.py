@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plugins.markov_sampling import noise_bits, noise_key
+from ..plugins.markov_sampling import TEMPERATURE_FLOOR, noise_bits, noise_key
 from ..plugins.numerics import first_argmax
 
 # Salts are further apart than positions go, so no two purposes share a key; drafting has DRAFT_SALT.
@@ -55,5 +55,5 @@ def uniform(seeds: Tensor, positions: Tensor, count: int = 1, *, salt: int) -> T
 def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
     """The sampler that verification uses: the argmax of tempered logits and Gumbel noise in float64."""
     noise = -torch.log(-torch.log(uniform(seeds, positions, logits.shape[-1], salt=salt)))
-    scores = logits.double() / temperature.double().clamp_min(1e-5).unsqueeze(-1) + noise
+    scores = logits.double() / temperature.double().clamp_min(TEMPERATURE_FLOOR).unsqueeze(-1) + noise
     return first_argmax(torch.where(temperature.unsqueeze(-1) > 0, scores, logits.double()))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..plugins.markov_sampling import TEMPERATURE_FLOOR
 from ..plugins.numerics import first_argmax
 from .requests import Request, SamplingParams
 
@@ -36,7 +37,7 @@ def draft_law(logits: Tensor, temperature: Tensor, tokens: Tensor, sampled: Tens
         temperature: [R] float32, as the draft was given it.
     """
     # In float32 like the draft's own division: q belongs to exactly the numbers that were sampled.
-    scores = logits / temperature.clamp_min(1e-5).view(-1, 1, 1)
+    scores = logits / temperature.clamp_min(TEMPERATURE_FLOOR).view(-1, 1, 1)
     chosen = _one_hot(tokens, scores)
     return torch.where(sampled.view(-1, 1, 1), law(scores, torch.zeros_like(tokens, dtype=torch.bool)), chosen)
 

@@ -3,8 +3,8 @@
 Every rank allocates one region, fills it with what means empty and maps the regions of all ranks; the kernels
 do the rest by plain stores to peers (``cpp_plugins/kernels/mailbox.cuh`` and ``markov_exchange.cuh`` tell the
 protocols, :mod:`dspark_trt.plugins.mhc_all_reduce` and :mod:`dspark_trt.plugins.markov_sampling_sharded` hold the
-layout). A region is a plain ``cudaMalloc`` of its own, so
-that its IPC handle needs no offset and no allocator setting can break it.
+layout). A region is a plain ``cudaMalloc`` of its own, so that its IPC handle needs no offset and no allocator
+setting can break it.
 
 A kernel whose peer stays silent does not spin for ever: it notes the fault in its region and goes on with
 void results. :meth:`Mailbox.check` turns that into an error; ask before results are trusted.

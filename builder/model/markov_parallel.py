@@ -1,9 +1,9 @@
 """Two exact ways to split the sequential part of a draft pass over ranks (spec 5.6, 7.6).
 
 Every rank has computed the base logits of its shard of the vocabulary, [R, B, L] from the L rows of the head that
-:func:`vocabulary_shard` gives it. Both ways return on every rank
-what the whole loop on whole logits returns, to the bit if a column of a product does not depend on those beside
-it (16-bit tables, see ``numerics``), and their shapes depend on the number of requests only.
+:func:`vocabulary_shard` gives it. Both ways return on every rank what the whole loop on whole logits returns, to the
+bit if a column of a product does not depend on those beside it (16-bit tables, see ``numerics``), and their shapes
+depend on the number of requests only.
 
 * by requests: request i belongs to rank i mod tp. An all-to-all gives each rank the whole logits of its own
   requests, it runs the loop on them, and an all-gather of packed tokens and confidences gives all to all;

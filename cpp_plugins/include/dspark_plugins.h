@@ -29,6 +29,10 @@ enum dspark_status {
 #define DSPARK_MAX_RANKS 8
 #define DSPARK_SAMPLING_STEPS 8
 #define DSPARK_SAMPLING_REQUESTS 64
+#define DSPARK_SAMPLING_GENERATIONS 2
+// Sampling: a draft's share of its noise's key, and the least that scores are divided by.
+#define DSPARK_DRAFT_SALT 0x2545F491u
+#define DSPARK_TEMPERATURE_FLOOR 1e-05f
 enum dspark_mailbox_word {
   DSPARK_MAILBOX_RANK = 0,
   DSPARK_MAILBOX_RANKS = 1,

@@ -8,9 +8,9 @@
 namespace dspark {
 namespace {
 
-// Blocks of clusters a multiprocessor up to which the cluster kernel is the quicker one, and as many as fit. On an H200
-// (cold, us): 20 tiles take it 6.6 and the wide kernel 13.4, 40 tiles 8.6 and 13.5, 48 tiles 12.0 and 11.8, 80 tiles 15.6
-// and 13.7.
+// Blocks of clusters a multiprocessor up to which the cluster kernel is used: as many as fit. On an H200 (cold, us) 20
+// tiles take it 6.6 and the wide kernel 13.4, 40 tiles 8.6 and 13.5, 80 tiles 15.6 and 13.7; at 48, the last that fit,
+// they are even (12.0 and 11.8).
 constexpr int kClusterBlocks = 3;
 
 // Starts the wide kernel if the keys fit into its shared memory; otherwise `status` is left alone.

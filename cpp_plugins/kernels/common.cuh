@@ -37,7 +37,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float(float value) { return __floa
 template <>
 __device__ __forceinline__ __half from_float(float value) { return __float2half_rn(value); }
 
-// 16 bytes of T: the unit of every global access.
+// 16 bytes of T: the unit of accesses to rows.
 template <typename T>
 struct alignas(16) Vector {
   static constexpr int kSize = 16 / sizeof(T);
@@ -75,7 +75,7 @@ inline bool aligned(const void* pointer) {
 template <typename... P>
 bool all_aligned(P... pointers) { return (aligned(pointers) && ...); }
 
-// The status of the launch that just happened; clears CUDA's sticky-free last error.
+// The status of the launch that just happened; clears CUDA's last error, unless that is a sticky one.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DSPARK_OK : DSPARK_LAUNCH_FAILED; }
 
 // Major compute capability of the current device; 0 where it can't be asked.

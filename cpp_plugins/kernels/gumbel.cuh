@@ -3,9 +3,9 @@
 
 #include <stdint.h>
 
-namespace dspark {
+#include "dspark_plugins.h"
 
-constexpr uint32_t kDraftSalt = 0x2545F491u;  // DRAFT_SALT
+namespace dspark {
 
 // The 32-bit finaliser of MurmurHash3.
 __device__ __forceinline__ uint32_t mix(uint32_t h) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ double gumbel_noise_wide(uint32_t key, uint32_t token
 __device__ __forceinline__ double wide_score(float logit, float temperature, uint32_t key, uint32_t token) {
   double score = logit;
   if (temperature > 0.0f) {
-    const double divisor = fmaxf(temperature, 1e-5f);
+    const double divisor = fmaxf(temperature, DSPARK_TEMPERATURE_FLOOR);
     score = __dadd_rn(__ddiv_rn(score, divisor), gumbel_noise_wide(key, token));
   }
   const double large = __dmul_rn(score, 0x1p20 + 1);

@@ -48,6 +48,8 @@ __device__ __forceinline__ bool made_for(const int32_t* header, int ranks, int r
   return header[DSPARK_MAILBOX_RANKS] == ranks && header[DSPARK_MAILBOX_RANK] == rank;
 }
 
+static_assert(DSPARK_SAMPLING_GENERATIONS == 2, "the other generation is 1 minus this one");
+
 // Begins a call; by all threads of one block, in a kernel ahead of the sampling kernel.
 __device__ __forceinline__ void open_call(const void* mailbox, int ranks, int rank) {
   int32_t* const header = reinterpret_cast<int32_t*>(mailbox_region(mailbox, 0));

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
     }
     if (lane == 0 && p.temperature) {
       const int32_t* seed = p.seeds + 2 * request;
-      noise_key[request] = gumbel_key(seed[0], seed[1], p.positions[request], step, kDraftSalt);
+      noise_key[request] = gumbel_key(seed[0], seed[1], p.positions[request], step, DSPARK_DRAFT_SALT);
       temperature[request] = p.temperature[request];
     }
   };
@@ -252,8 +252,10 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
             candidate = pack_candidate(wide_score(logit, temperature[request], noise_key[request], id), id);
           } else {
             float score = logit;
-            if (p.temperature && temperature[request] > 0.0f)
-              score = __fadd_rn(__fdiv_rn(logit, fmaxf(temperature[request], 1e-5f)), gumbel_noise(noise_key[request], id));
+            if (p.temperature && temperature[request] > 0.0f) {
+              const float divisor = fmaxf(temperature[request], DSPARK_TEMPERATURE_FLOOR);
+              score = __fadd_rn(__fdiv_rn(logit, divisor), gumbel_noise(noise_key[request], id));
+            }
             candidate = pack_candidate(score, id);
           }
           best[group][i % 2] = larger(best[group][i % 2], candidate);

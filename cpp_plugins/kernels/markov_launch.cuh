@@ -1,4 +1,5 @@
-// Launches of MarkovSampling's kernel: from the parameters of a call to the variant that serves it.
+// Launches of the kernel of MarkovSampling and MarkovSamplingSharded: from the parameters of a call to the variant that
+// serves it.
 #pragma once
 
 #include "markov_kernel.cuh"

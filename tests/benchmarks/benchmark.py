@@ -108,7 +108,7 @@ class Report:
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """Peers that could not be measured, and why."""
+    """What a reader must know: peers that could not be measured and why, and, added by hand, what figures mean."""
 
     def add(
         self,

@@ -346,4 +346,4 @@ def test_refusals(seed: int) -> None:
         refused(one, "more rows than the mailbox holds", tp_size=2, sizes={"P": 2, "rows": 257})
         refused(one, pointer, partial=0)
     refused(boundary, pointer, norm_weight=0)
-    refused(boundary, shape, sizes={"H": 65536 + 8192})
+    refused(boundary, shape, sizes={"H": 32768 + 8})

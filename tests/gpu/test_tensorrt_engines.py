@@ -32,8 +32,8 @@ from tests.gpu.gpus import over_gpus
 from tests.mpi_jobs import run_job
 
 KINDS: tuple[Kind, ...] = ("target", "draft")
-FARTHEST_ROW = 0.5
-"""A row whose routed expert flips is not noise, and still its own row."""
+FARTHEST_ROW = {"float32": 1e-4, "float16": 0.5}
+"""In float16 the rounding of a row's scores may flip a routed expert, which is not noise, and still its own row."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_an_engine_agrees_with_torch(
     print(f"{kind} {dtype}, {api}: torch CPU from GPU {spread}, engine from GPU {distance}")
     for name, (most, farthest) in distance.items():
         assert most <= 4 * spread[name][0] + rounding, name
-        assert farthest <= FARTHEST_ROW, name
+        assert farthest <= FARTHEST_ROW[dtype], name
     if kind == "draft":
         different, total = check_tokens(found, on_gpu)
         assert different <= (0 if dtype == "float32" else total // 20)
@@ -220,7 +220,7 @@ def test_the_native_lowering_as_far_as_the_compiler_goes(
             expected_plugin_layers={},
         )
     except EngineBuildError as error:
-        if not api.is_8:
+        if not (api.is_8 and kind == "target"):  # its draft builds, and must go on doing so
             raise
         pytest.xfail(f"{api} can't build the {kind} natively: {error}")
     network = load_network(kind, source, 0, build)
@@ -257,4 +257,4 @@ def test_two_ranks_reduce_inside_their_engines(
         for name, (most, farthest) in report[kind].items():
             # Two partial sums instead of one: another order of summation, and in float16 two roundings more.
             assert most <= 4 * spread[name][0] + 2 * rounding, (kind, name)
-            assert farthest <= FARTHEST_ROW, (kind, name)
+            assert farthest <= FARTHEST_ROW[dtype], (kind, name)
