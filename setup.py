@@ -30,7 +30,10 @@ SOURCE = Path(__file__).resolve().parent / "cpp_plugins"
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc: ``CUDACXX`` alone where it is set (empty: none), else ``CUDA_HOME``, PATH, the usual folder."""
+    """Path of nvcc: ``CUDACXX`` alone where it is set (empty: none), else the first that is found.
+
+    Searched are ``CUDA_HOME``, ``CUDA_PATH``, PATH and the usual folder, in this order.
+    """
     if "CUDACXX" in os.environ:
         return shutil.which(os.environ["CUDACXX"])
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))

@@ -1,16 +1,29 @@
-"""What the examples share: text to token ids and back, prompt files, what computes, and opening a job."""
+"""What the examples share: text to token ids and back, prompt files, plots, what computes, and a job with its ending.
+
+The exit status of a job is 2 where what was asked for is refused: options, prompts, the directory, the number of
+ranks. It is 1 where a rank failed while it ran, or where the program compares and finds a difference.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
-from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect
+from dspark_trt.plugins.tensorrt_api import TensorRTUnavailableError
+from dspark_trt.runtime_py.acceptance import ScheduleError
+from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
 from dspark_trt.runtime_py.requests import RequestError
+from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from tokenizers import Tokenizer
+
+REFUSALS = (EngineDirError, LaunchError, RequestError, ScheduleError, TensorRTUnavailableError)
+"""Errors of what was asked for, for ``fail_together``."""
 
 
 class Text:
@@ -41,6 +54,20 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
+def import_pyplot() -> Any:
+    """matplotlib's drawing functions without a display, or RequestError with what to install."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise RequestError(
+            "the plot needs matplotlib; install it with: pip install '.[plot]' in the repository"
+        ) from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def device_name(place: torch.device) -> str:
     """What computes, for people."""
     return "the CPU" if place.type == "cpu" else torch.cuda.get_device_name(place)
@@ -58,3 +85,19 @@ def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] |
     except (EngineDirError, LaunchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return None
+
+
+@contextmanager
+def watched(communicator: Communicator, *, timeout_s: float, debug: bool) -> Iterator[Progress]:
+    """Around a rank's work: a failure ends the whole job, and so does an operation of more than ``timeout_s`` seconds.
+
+    Yields what is to be told about operations. ``debug`` shows tracebacks.
+    """
+    with fail_together(communicator, refusals=REFUSALS, debug=debug):
+        if not 0 < timeout_s < math.inf:
+            raise RequestError(
+                f"--timeout is {timeout_s}, expected a number of seconds above 0; leave it out for "
+                f"{DEFAULT_TIMEOUT_S:g}"
+            )
+        with Watchdog(communicator.rank, communicator.abort, timeout_s=timeout_s) as progress:
+            yield progress

@@ -11,7 +11,7 @@ from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.builder.network import Kind
 from dspark_trt.plugins.tensorrt_api import TensorRT
-from dspark_trt.runtime_py.backend import choose_executor
+from dspark_trt.runtime_py.backend import Backend, choose_executor
 from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.device import Platform, open_engine_platform, rank_device
 from dspark_trt.runtime_py.tensorrt_session import open_session
@@ -40,11 +40,14 @@ class Engines:
 
 
 @contextmanager
-def open_engines(directory: EngineDir, build: BuildConfig, communicator: Communicator) -> Iterator[Engines | str]:
+def open_engines(
+    directory: EngineDir, build: BuildConfig, communicator: Communicator, backend: Backend = "auto"
+) -> Iterator[Engines | str]:
     """The engines of ``directory``, or why they are left out, the same on every rank; every rank calls this.
 
     Args:
         build: what is compared; engines compute what they were built for and nothing else.
+        backend: torch leaves the engines out.
 
     Raises:
         LaunchError, MailboxError: the engines' ranks can't be connected.
@@ -56,7 +59,7 @@ def open_engines(directory: EngineDir, build: BuildConfig, communicator: Communi
             f"{build.dtype}; leave --numerics and --dtype out to compare them"
         )
         return
-    executor = choose_executor(directory, communicator, rank_device(communicator, "auto"), "auto")
+    executor = choose_executor(directory, communicator, rank_device(communicator, "auto"), backend)
     if executor.api is None:
         yield executor.reason
         return

@@ -13,7 +13,8 @@ The runners, each against the first:
 * ``onnxruntime``: the exported model with its local functions, that is, every operation spelled in standard
   ONNX. It wants dequantized numerics in float32 and one rank: on a CPU, ONNX Runtime has neither bfloat16 nor
   collectives, and in float16 it rounds elsewhere, which can send a row to another expert;
-* ``tensorrt``: the engines of ``--engine-dir`` on the GPUs of the ranks, in the numerics that they were built for.
+* ``tensorrt``: the engines of ``--engine-dir`` on the GPUs of the ranks, in the numerics that they were built for;
+  ``--backend torch`` leaves them out.
 
 A runner that can't run is left out, with the reason.
 
@@ -27,8 +28,8 @@ goes to another expert, or gets another token and other drafts behind it. Limits
 they would hide broken kernels too: such an output is FAILED, with the number of rows beyond the limit. A tie moves
 single rows, a broken kernel many.
 
-The exit status is 1 if anything differs or a rank failed, and 2 if options, directory or number of ranks are
-wrong. With a checkpoint, both numerics are compared, each within itself, and their distance from each other is
+The exit status is 1 if anything differs or a rank failed, and 2 if options, prompts, directory or number of ranks
+are wrong. With a checkpoint, both numerics are compared, each within itself, and their distance from each other is
 printed. ``--save DIR`` keeps models, inputs and reference outputs for ``polygraphy run``.
 """
 
@@ -47,7 +48,7 @@ from typing import Annotated, Literal
 import numpy as np
 import onnxruntime
 import tyro
-from _common import Text, read_prompts
+from _common import REFUSALS, Text, read_prompts
 from _comparison import OutputResult, as_numpy, compare_results
 from _engines import TENSORRT, Engines, open_engines
 from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
@@ -108,6 +109,8 @@ class Options:
     """Left out: those that the engine directory was built with, or both, of a checkpoint."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """Activation type of dequantized numerics. Left out: that of the engine directory, if it has them, or float32."""
+    backend: Literal["auto", "torch"] = "auto"
+    """torch leaves the engines of the directory out, auto runs them where they run on every rank."""
     networks: tuple[Kind, ...] = ("draft", "target")
     """What to compare."""
     prompts_file: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: examples/prompts.txt)")] = PROMPTS
@@ -203,7 +206,8 @@ def run_build(
     sessions = {kind: TorchSession(network, communicator) for kind, network in networks.items()}
     feeds = record_feeds(sessions, source, build, communicator, prompts)
     directory = EngineDir.open(options.engine_dir) if options.engine_dir else None
-    with open_engines(directory, build, communicator) if directory else nullcontext() as engines:
+    opened = open_engines(directory, build, communicator, options.backend) if directory else nullcontext()
+    with opened as engines:
         for kind in options.networks:
             stem = models / f"{kind}_rank{rank}"
             model = export_network(networks[kind], stem.with_suffix(".onnx"))
@@ -307,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with shards_of(options) as (shards, builds):
             communicator = connect(read_shard_config(shards).tp_size, "python examples/compare_accuracy.py ...")
-            with fail_together(communicator):
+            with fail_together(communicator, refusals=REFUSALS):
                 return compare(options, shards, builds, communicator)
     except (*USER_ERRORS, RequestError, LaunchError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,7 +11,8 @@ i - 1. Intervals are percentiles of a bootstrap over prompts, because the steps 
 which a text reaches its length count whole, with all drafts that verification kept.
 
 The file also holds, for each setting, the temperatures that calibrate the confidence head best (spec 6.3), for
-run.py's ``--confidence-temperatures``. Engines of several ranks: start it with mpirun, like run.py.
+run.py's ``--confidence-temperatures``. Engines of several ranks: start it with mpirun, like run.py. The exit status
+is 1 if a rank failed, and 2 if options, prompts, directory or number of ranks are wrong.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from _common import Text, device_name, open_job, read_prompts
+from _common import Text, device_name, import_pyplot, open_job, read_prompts, watched
 from _decoding import METHODS
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
-from dspark_trt.runtime_py.communicator import Communicator, fail_together
+from dspark_trt.runtime_py.backend import Backend, choose_executor
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
 from dspark_trt.runtime_py.verification import Verdict, Verifier
-from dspark_trt.runtime_py.watchdog import Progress, Watchdog
+from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -68,8 +70,12 @@ class Options:
     """Of the first prompt; the others follow."""
     bootstrap_samples: int = 2000
     """Resamplings of the prompts that the intervals are percentiles of."""
+    backend: Backend = "auto"
+    """What executes the networks."""
     device: DeviceChoice = "auto"
     """auto is a GPU of its own for every rank where there are enough."""
+    timeout: float = DEFAULT_TIMEOUT_S
+    """Seconds after which a prefill, a step or loading is taken for stuck; the job ends then."""
     debug: bool = False
     """Show tracebacks."""
 
@@ -116,10 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
     directory, communicator = job
-    with (
-        fail_together(communicator, debug=options.debug),
-        Watchdog(communicator.rank, communicator.abort) as progress,
-    ):
+    with watched(communicator, timeout_s=options.timeout, debug=options.debug) as progress:
         run(options, directory, communicator, progress)
     return 0
 
@@ -135,6 +138,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     prompts = [text.encode(prompt) for prompt in read_prompts(prompts_file)]
     params = {t: sampling(options, t, len(prompts)) for t in options.temperatures}
     place, rows = rank_device(communicator, options.device), []
+    executor = choose_executor(directory, communicator, place, options.backend)
+    console.print(f"executor: {executor}; ranks: {communicator.size}")
     for row in measure(options, prompts, params, communicator, progress):
         rows.append(row)
         steps, tokens = row["steps"], row["tokens_per_step"].mean
@@ -147,6 +152,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         document = {
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
             "device": f"{device_name(place)}, {platform.machine()}, torch {torch.__version__}",
+            "executor": str(executor.api or "torch"),
             "weights_hash": directory.weights_hash,
             "numerics": directory.build.numerics.value,
             "dtype": directory.build.dtype,
@@ -187,6 +193,7 @@ def measure(
             communicator=communicator,
             verifier=recorder,
             device=options.device,
+            backend=options.backend,
             progress=progress,
         )
         for temperature, own in params.items():
@@ -253,20 +260,6 @@ def acceptance_table(rows: Sequence[dict[str, Any]], what: str) -> Table:
 def interval(estimate: Estimate, form: str, factor: float = 1) -> str:
     mean, low, high = (form.format(factor * v) for v in (estimate.mean, estimate.low, estimate.high))
     return f"{mean} ({low}-{high})"
-
-
-def import_pyplot() -> Any:
-    """matplotlib's drawing functions without a display, or RequestError with what to install."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RequestError(
-            "the plot needs matplotlib; install it with: pip install '.[plot]' in the repository"
-        ) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def draw(rows: Sequence[dict[str, Any]], pyplot: Any) -> Any:

@@ -6,15 +6,16 @@
     python examples/run.py --engine-dir ENGINES --scheduler early-stop --profile-costs
 
 Every rank runs this program; rank 0 speaks. ``--compare-target-only`` decodes once more without drafts and
-wants the very same tokens: greedy speculative decoding changes how fast text comes, never which. The exit
-status is 1 if they differ, and 2 if nothing could be run.
+wants the very same tokens: greedy speculative decoding changes how fast text comes, never which.
+
+The exit status is 1 if they differ or a rank failed, and 2 if options, prompts, directory or number of ranks are
+wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -25,11 +26,11 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from _common import Text, device_name, open_job, read_prompts
+from _common import Text, device_name, import_pyplot, open_job, read_prompts, watched
 from _decoding import METHODS, SamplingFlags, VerificationFlags
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
-from dspark_trt.runtime_py.communicator import Communicator, fail_together
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
@@ -37,7 +38,7 @@ from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
 from dspark_trt.runtime_py.trace import trace_scope
 from dspark_trt.runtime_py.verification import Verifier
-from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
+from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from rich.console import Console
 from rich.table import Table
 
@@ -109,15 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
     directory, communicator = job
-    with fail_together(communicator, debug=options.debug):
-        if not 0 < options.timeout < math.inf:
-            raise RequestError(
-                f"--timeout is {options.timeout}, expected a number of seconds above 0; leave it out for "
-                f"{DEFAULT_TIMEOUT_S:g}"
-            )
-        with Watchdog(communicator.rank, communicator.abort, timeout_s=options.timeout) as progress:
-            return run(options, directory, communicator, progress)
-    raise AssertionError("fail_together ends the job")
+    with watched(communicator, timeout_s=options.timeout, debug=options.debug) as progress:
+        return run(options, directory, communicator, progress)
+    raise AssertionError("watched() ends the job")
 
 
 def run(options: Options, directory: EngineDir, communicator: Communicator, progress: Progress) -> int:
@@ -130,6 +125,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     if problems := options.contradictions(block):
         raise RequestError("; ".join(problems))
     make_scheduler = options.verification.scheduler_maker(block)
+    pyplot = import_pyplot() if options.plot else None
     place = rank_device(communicator, options.device)
     executor = choose_executor(directory, communicator, place, options.backend)
     console.print(f"executor: {executor}; ranks: {communicator.size}")
@@ -198,7 +194,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
             options.stats_json.parent.mkdir(parents=True, exist_ok=True)
             options.stats_json.write_text(json.dumps(report, indent=2) + "\n")
         if options.plot:
-            plot_acceptance(stats, options.plot)
+            plot_acceptance(stats, options.plot, pyplot)
     return status
 
 
@@ -346,17 +342,8 @@ def profile(decoder: Decoder, ids: list[list[int]], params: SamplingParams, cons
     return runs
 
 
-def plot_acceptance(stats: Statistics, path: Path) -> None:
+def plot_acceptance(stats: Statistics, path: Path, pyplot: Any) -> None:
     """Draw the share of drafts accepted at each position as a PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RequestError(
-            "--plot needs matplotlib; install it with: pip install '.[plot]' in the repository"
-        ) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     shares = [k / max(n, 1) for n, k in zip(stats.proposed_per_position, stats.accepted_per_position, strict=True)]
     positions = range(1, len(shares) + 1)
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")

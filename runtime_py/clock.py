@@ -74,7 +74,6 @@ class StepClock:
         self.now = mark
         self._marks: deque[tuple[str, Mark]] = deque()
         self.seconds: dict[str, float] = {}
-        self.longest: dict[str, float] = {}
 
     def mark(self, phase: str, mark: Mark | None = None) -> None:
         """The phase before ends and ``phase`` begins, now or where ``mark`` is; a mark that is renewed must have
@@ -92,6 +91,4 @@ class StepClock:
     def _add_up(self) -> None:
         while len(self._marks) > 1 and self._marks[1][1].passed():
             name, start = self._marks.popleft()
-            taken = start.seconds_until(self._marks[0][1])
-            self.seconds[name] = self.seconds.get(name, 0.0) + taken
-            self.longest[name] = max(self.longest.get(name, 0.0), taken)
+            self.seconds[name] = self.seconds.get(name, 0.0) + start.seconds_until(self._marks[0][1])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class LaunchError(RuntimeError):
-    """The number of ranks is not what the engines were built for."""
+    """A job was started in a way that its engines can't run."""
 
 
 class Communicator(Protocol):
@@ -36,7 +36,9 @@ class Communicator(Protocol):
 
     def all_gather_object(self, value: Any) -> list[Any]: ...
 
-    def broadcast(self, value: Any, root: int = 0) -> Any: ...
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        ...
 
     def barrier(self) -> None: ...
 
@@ -61,7 +63,7 @@ class SingleProcess:
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def barrier(self) -> None:
@@ -94,8 +96,8 @@ class MpiCommunicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         return list(self._world.allgather(value))
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self._world.bcast(value, root)
+    def broadcast(self, value: Any) -> Any:
+        return self._world.bcast(value)
 
     def barrier(self) -> None:
         self._world.Barrier()
@@ -154,11 +156,16 @@ def connect(tp_size: int, command: str = "python ...") -> Communicator:
 
 
 @contextmanager
-def fail_together(communicator: Communicator, *, debug: bool = False) -> Iterator[None]:
+def fail_together(
+    communicator: Communicator, *, refusals: tuple[type[Exception], ...] = (), debug: bool = False
+) -> Iterator[None]:
     """End the whole job when this rank fails: the others would wait for it in a collective for ever.
 
     The error is printed with the rank, with a traceback if it is not one of the package's own or
     ``debug`` is set.
+
+    Args:
+        refusals: errors of what was asked for. They end the job with exit status 2, every other with 1.
     """
     try:
         yield
@@ -166,4 +173,4 @@ def fail_together(communicator: Communicator, *, debug: bool = False) -> Iterato
         if debug or not type(error).__module__.startswith("dspark_trt."):
             traceback.print_exc()
         print(f"rank {communicator.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        communicator.abort(1)
+        communicator.abort(2 if isinstance(error, refusals) else 1)

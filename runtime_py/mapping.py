@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping as MappingABC
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -13,11 +13,7 @@ class MappingError(ValueError):
 
 @dataclass(frozen=True)
 class Mapping:
-    """Ranks of a job and what they share.
-
-    Tensor parallelism is the only kind so far, so the tensor-parallel group is the world::
-
-        Mapping(world_size=2, rank=1, tp_size=2).tp_group == (0, 1)
+    """Ranks of a job and what they share. Tensor parallelism is the only kind, so all ranks share every layer.
 
     Raises:
         MappingError: the sizes don't multiply to the world size, or the rank is outside it.
@@ -39,20 +35,9 @@ class Mapping:
     def tp_rank(self) -> int:
         return self.rank
 
-    @property
-    def tp_group(self) -> tuple[int, ...]:
-        """Global ranks that hold the other shards of this rank's layers, in order."""
-        return tuple(range(self.tp_size))
-
-    def has_tp(self) -> bool:
-        return self.tp_size > 1
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: MappingABC[str, Any]) -> Mapping:
-        """The mapping that :meth:`to_dict` wrote, or one of another tool whose further kinds of parallelism are off.
+        """The mapping of world_size, rank and tp_size. Kinds that are not possible here may be named if they are off.
 
         Raises:
             MappingError: naming every kind that is on and why it is not possible, and every unknown key.
@@ -62,7 +47,7 @@ class Mapping:
         for key in values.keys() - own.keys():
             if key not in _REFUSED:
                 problems.append(f"{key} is unknown, expected world_size, rank and tp_size")
-            elif values[key] not in (None, False, 0, 1, ""):
+            elif values[key]:
                 problems.append(f"{key} is {values[key]!r}: {_REFUSED[key]}")
         if problems:
             raise MappingError("; ".join(sorted(problems)))
@@ -70,9 +55,6 @@ class Mapping:
 
 
 _REFUSED = {
-    "pp_size": "target and draft of a rank share one stream, a pipeline would leave it waiting; use tp_size",
-    "cp_size": "the caches hold one window, there is no long context to divide; use tp_size",
-    "moe_ep_size": "experts are split by their inner size, like everything else; use tp_size",
     "sequence_parallel": "every rank keeps the residual streams of all rows, boundaries mix them in place; use tp_size",
     "mega_moe": "its fused kernel reduces over the ranks itself, and the boundary behind it would do so again",
 }

@@ -86,7 +86,6 @@ class TensorRTSession:
         self._profiles = [self._profile(index, inputs) for index in range(engine.num_optimization_profiles)]
         self._cache = api.runtime_cache(engine, runtime_cache) if runtime_cache else None
         self._contexts = [self._make_context(index) for index in range(len(self._profiles))]
-        self._last: _Context | None = None
         memory = api.context_bytes(engine) / 1e6
         logger.info("%s: %s, %d profiles, %.1f MB of memory a context", name, api, len(self._profiles), memory)
 
@@ -163,11 +162,7 @@ class TensorRTSession:
             if not entry.context.execute_async_v3(stream):
                 entry.warm = False
                 raise EngineRunError(f"{self._name}: {self._api} refused a call:\n{self._api.error_text()}")
-        entry.warm, self._last = True, entry
-
-    def capturable(self, stream: int) -> bool:
-        """Whether the call made last, made again on ``stream``, can be captured in a CUDA graph."""
-        return self._last is not None and self._last.warm and self._is_capturable(self._last, stream)
+        entry.warm = True
 
     def save_runtime_cache(self) -> None:
         """Keep the kernels that TensorRT-RTX compiled so far for the next start."""

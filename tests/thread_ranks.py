@@ -29,8 +29,8 @@ class ThreadRank:
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack(self.all_gather_object(tensor))
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self.all_gather_object(value)[root]
+    def broadcast(self, value: Any) -> Any:
+        return self.all_gather_object(value)[0]
 
     def barrier(self) -> None:
         self._barrier.wait()

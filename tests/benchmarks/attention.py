@@ -18,13 +18,12 @@ from dspark_trt.plugins.draft_attention import DRAFT_ATTENTION
 from dspark_trt.plugins.target_attention import TARGET_ATTENTION
 from torch import Tensor
 
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, peer_sets, time_graph
+from tests.benchmarks.benchmark import Report, argument_parser, cold_sets, copies, peer_sets, time_sets
 from tests.gpu.kernel_call import KernelCall
 
 HEADS, DIM, WINDOW, BLOCK = 64, 512, 128, 5
 REQUESTS = (1, 2, 4, 8)
 CACHE: dict[str, Any] = {"rope_dims": 64, "rope_theta": 1e4, "quant_width": 512, "quant_group": 32, "head_dim": DIM}
-Launch = Callable[[], Any]
 
 
 def randn(*shape: int) -> Tensor:
@@ -77,15 +76,6 @@ def torch_target(*tensors: Tensor) -> Tensor:
     return TARGET_ATTENTION.reference(TARGET_ATTENTION.attributes_type(**CACHE, window=WINDOW), *tensors)
 
 
-def time_sets(
-    make: Callable[[list[Tensor]], Launch], inputs: list[Tensor], cache: str, sets: int, replays: int
-) -> Timing:
-    """A launch a set of inputs, each set at addresses of its own; warm, one set again and again."""
-    if cache == "warm":
-        return time_graph([make(inputs)] * WARM_CALLS, replays)
-    return time_graph([make([tensor.clone() for tensor in inputs]) for _ in range(sets)], replays)
-
-
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     torch.manual_seed(0)
@@ -131,15 +121,15 @@ def main() -> None:
         # An output ring that is the input ring is not a second one; of the ring, insertion touches its rows only.
         inserts = name == "context_kv_insert"
         moved = 2 * inputs[0].nbytes if inserts else sum(t.nbytes for t in (*inputs, *ours.outputs))
-        sets = cold_sets(moved)
+        sets = copies(inputs, cold_sets(moved))
         for cache in ("cold", "warm"):
-            timing = time_sets(lambda one, make=make: make(one).launch, inputs, cache, sets, replays)
+            timing = time_sets(lambda one, make=make: make(one).launch, sets, cache, replays)
             functions = {"torch eager": expression}
             if not arguments.quick and rows in (BLOCK, BLOCK + 1, 8 * BLOCK):
                 functions["torch.compile"] = torch.compile(expression, dynamic=False)
             beside = {
                 peer: time_sets(
-                    lambda one, f=f: lambda: f(*one), inputs, cache, peer_sets(peer, sets), replays // 5
+                    lambda one, f=f: lambda: f(*one), sets[: peer_sets(peer, len(sets))], cache, replays // 5
                 ).median_us
                 for peer, f in functions.items()
             }

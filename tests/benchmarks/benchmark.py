@@ -82,6 +82,11 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def copies(tensors: list[torch.Tensor], sets: int) -> list[list[torch.Tensor]]:
+    """``sets`` copies of a set of tensors, each at addresses of its own."""
+    return [[t.clone() for t in tensors] for _ in range(sets)]
+
+
 def time_sets(
     make: Callable[[T], Callable[[], Any]], sets: Sequence[T], cache: str, replays: int, warm_calls: int = WARM_CALLS
 ) -> Timing:

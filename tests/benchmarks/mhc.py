@@ -20,7 +20,17 @@ from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from torch import Tensor
 
 from tests.benchmarks import mhc_peers as peers
-from tests.benchmarks.benchmark import WARM_CALLS, Report, Timing, argument_parser, cold_sets, peer_sets, time_graph
+from tests.benchmarks.benchmark import (
+    WARM_CALLS,
+    Report,
+    Timing,
+    argument_parser,
+    cold_sets,
+    copies,
+    peer_sets,
+    time_graph,
+    time_sets,
+)
 from tests.benchmarks.graph_edges import edge_kinds
 from tests.gpu.kernel_call import KernelCall
 from tests.op_examples import UNQUANTIZED
@@ -60,17 +70,6 @@ def boundary_call(inputs: list[Tensor], *table: Tensor) -> KernelCall:
 
 def moved_bytes(call: KernelCall) -> int:
     return sum(t.nbytes for t in (*call.inputs, *call.outputs))
-
-
-def copies(tensors: list[Tensor], sets: int) -> list[list[Tensor]]:
-    """``sets`` copies of a set of tensors, each at addresses of its own."""
-    return [[t.clone() for t in tensors] for _ in range(sets)]
-
-
-def time_sets(make: Callable[[list[Tensor]], Launch], inputs: list[Tensor], sets: int, replays: int) -> Timing:
-    """``make`` turns a set of inputs into a launch; one set is used again and again."""
-    launches = [make(one) for one in copies(inputs, sets)]
-    return time_graph(launches * WARM_CALLS if sets == 1 else launches, replays)
 
 
 def no_work() -> None:
@@ -145,18 +144,18 @@ def one_gpu(report: Report, quick: bool) -> None:
             in_triton(inputs, ours.outputs)()
             assert_same(f"{name}, simple Triton", ours.outputs, outputs)
             for cache in ("cold", "warm"):
-                sets = cold_sets(moved_bytes(ours)) if cache == "cold" else 1
-                timing = time_sets(lambda one, make=make: make(one).launch, inputs, sets, replays)
+                sets = copies(inputs, cold_sets(moved_bytes(ours)) if cache == "cold" else 1)
+                timing = time_sets(lambda one, make=make: make(one).launch, sets, cache, replays)
                 beside = {
                     peer: time_sets(
-                        lambda one, f=f: lambda: f(*one), inputs, peer_sets(peer, sets), replays // 5
+                        lambda one, f=f: lambda: f(*one), sets[: peer_sets(peer, len(sets))], cache, replays // 5
                     ).median_us
                     for peer, f in functions.items()
                 }
                 beside["simple Triton"] = time_sets(
                     lambda one, t=in_triton, like=outputs: t(one, [torch.empty_like(o) for o in like]),
-                    inputs,
                     sets,
+                    cache,
                     replays,
                 ).median_us
                 facts = {"rows": rows, "hidden": HIDDEN, "cache": cache, "moved_bytes": moved_bytes(ours)}
@@ -166,9 +165,9 @@ def one_gpu(report: Report, quick: bool) -> None:
         residual = KernelCall(MHC_ALL_REDUCE_RESIDUAL_ONLY, boundary[:4], tp_size=1)
         for cache in ("cold", "warm"):
             facts = {"rows": rows, "hidden": HIDDEN, "cache": cache}
-            sets = cold_sets(moved_bytes(residual)) if cache == "cold" else 1
+            sets = copies(boundary[:4], cold_sets(moved_bytes(residual)) if cache == "cold" else 1)
             timing = time_sets(
-                lambda one: KernelCall(MHC_ALL_REDUCE_RESIDUAL_ONLY, one, tp_size=1).launch, boundary[:4], sets, replays
+                lambda one: KernelCall(MHC_ALL_REDUCE_RESIDUAL_ONLY, one, tp_size=1).launch, sets, cache, replays
             )
             report.add("mhc_all_reduce_residual_only", timing, moved_bytes=moved_bytes(residual), **facts)
             time_pairs(report, rows, cache, replays)
@@ -178,8 +177,8 @@ def time_pairs(report: Report, rows: int, cache: str, replays: int, side: torch.
     """A boundary, then the coefficients of its streams, which wait for it on ``side`` if that is given."""
     boundary, (_, *parameters) = boundary_inputs(rows), coefficient_inputs(rows)
     size = sum(t.nbytes for t in (*boundary, *parameters)) + boundary[1].nbytes
-    sets = cold_sets(size) if cache == "cold" else 1
-    timing = time_sets(lambda one: pair(one, side), [*boundary, *parameters], sets, replays)
+    sets = copies([*boundary, *parameters], cold_sets(size) if cache == "cold" else 1)
+    timing = time_sets(lambda one: pair(one, side), sets, cache, replays)
     facts = {"rows": rows, "hidden": HIDDEN, "cache": cache, "streams": 1 if side is None else 2}
     report.add("mhc_boundary_and_coefficients", timing, moved_bytes=size, **facts)
 
@@ -201,10 +200,10 @@ def time_beside_a_product(report: Report, rows: int, side: torch.cuda.Stream, re
 
     inputs = [*boundary, *parameters, weight]
     size = sum(t.nbytes for t in inputs) + boundary[1].nbytes
-    sets = cold_sets(size)
-    timing = time_sets(made(side, True), inputs, sets, replays)
-    peers = {"one stream": time_sets(made(None, True), inputs, sets, replays).median_us}
-    without = time_sets(made(None, False), inputs, sets, replays).median_us
+    sets = copies(inputs, cold_sets(size))
+    timing = time_sets(made(side, True), sets, "cold", replays)
+    peers = {"one stream": time_sets(made(None, True), sets, "cold", replays).median_us}
+    without = time_sets(made(None, False), sets, "cold", replays).median_us
     facts = {
         "rows": rows,
         "hidden": HIDDEN,

@@ -146,7 +146,6 @@ def test_replayed_equals_eager(api: TensorRT, tensorrt_engines: Open, dtype: str
         replays = {}
         for n, step in steps.items():
             step(), step()
-            assert target.capturable(stream.cuda_stream) and draft.capturable(stream.cuda_stream)
             replays[n] = pool.capture(step, f"a step of {n}")
         eager = {
             n: Step(open_session(directory, "target", 0, api), open_session(directory, "draft", 0, api), n, block)

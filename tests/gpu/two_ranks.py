@@ -34,8 +34,8 @@ class StoreCommunicator:
         self._store.set(f"{self._turn} {self.rank}", pickle.dumps(value))
         return [pickle.loads(self._store.get(f"{self._turn} {rank}")) for rank in range(self.size)]
 
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self.all_gather_object(value)[root]
+    def broadcast(self, value: Any) -> Any:
+        return self.all_gather_object(value)[0]
 
     def barrier(self) -> None:
         self.all_gather_object(None)

@@ -25,6 +25,11 @@ def test_a_sharded_network_is_compared_on_all_ranks(engines: Callable[[int], Pat
     assert "all outputs agree" in job.out
 
 
+def test_prompts_that_cannot_be_read_end_both_ranks(engines: Callable[[int], Path]) -> None:
+    job = run_job(2, COMPARE, "--engine-dir", engines(2), "--prompts-file", "absent.txt")
+    assert job.status == 2 and "RequestError: absent.txt: No such file" in job.err and "Traceback" not in job.err
+
+
 def test_a_sharded_network_without_a_launcher(engines: Callable[[int], Path]) -> None:
     job = run_job(None, COMPARE, "--engine-dir", engines(2), *OPTIONS)
     assert job.status == 2

@@ -30,12 +30,14 @@ def test_report_on_two_ranks(engines: Path, tmp_path: Path) -> None:
         2,
         *(MEASURE, "--engine-dir", engines, "--output", tmp_path / "out", "--prompts-file", prompts),
         *("--temperatures", "0", "0.8", "--max-output-len", "16", "--bootstrap-samples", "100"),
+        *("--backend", "torch", "--timeout", "200"),
     )
     assert job.status == 0, job.err
     assert job.out.count("drafts kept by position, %") == 1
     report = json.loads((tmp_path / "out" / "acceptance.json").read_text())
     rows = report["acceptance"]
     assert [(r["temperature"], r["method"]) for r in rows] == [(0, "greedy"), (0.8, "standard"), (0.8, "block")]
+    assert "executor: torch session on the CPU (--backend torch); ranks: 2" in job.out and report["executor"] == "torch"
     assert report["drafts"] == "sampled" and report["device"].startswith("the CPU")
     for row in rows:
         assert row["tokens_per_step"]["mean"] > 1.5
@@ -47,8 +49,16 @@ def test_report_on_two_ranks(engines: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_temperatures_end_both_ranks(engines: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperatures", "-1"], "RequestError: temperature is -1.0"),
+        (["--timeout", "inf"], "RequestError: --timeout is inf, expected a number of seconds above 0"),
+        (["--backend", "tensorrt"], "TensorRTUnavailableError: --backend tensorrt: "),
+    ],
+)
+def test_what_is_refused_ends_both_ranks(engines: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     """Before anything is decoded or written."""
-    job = run_job(2, MEASURE, "--engine-dir", engines, "--output", tmp_path / "out", "--temperatures", "-1")
-    assert job.status != 0 and "RequestError: temperature is -1.0" in job.err and "Traceback" not in job.err
+    job = run_job(2, MEASURE, "--engine-dir", engines, "--output", tmp_path / "out", *arguments)
+    assert job.status == 2 and message in job.err and "Traceback" not in job.err
     assert not (tmp_path / "out").exists()

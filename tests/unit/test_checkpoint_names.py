@@ -150,7 +150,7 @@ def test_every_missing_tensor_is_named(variant: str, draft_only: bool, tmp_path:
 
 
 def test_all_missing_tensors_are_listed(tmp_path: Path) -> None:
-    """CK-1: the twelve shared-expert tensors that a name mapping once dropped."""
+    """CK-1: twelve shared-expert tensors, which a rule for experts would catch."""
     config = tiny_config("v4")
     tensors = headers(config)
     gone = [n for n in tensors if n.startswith("mtp.") and "shared_experts" in n and n[4] != "0"]

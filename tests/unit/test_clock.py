@@ -48,14 +48,13 @@ def test_intervals_wait_until_both_marks_have_passed(stream: Stream) -> None:
     assert clock.seconds == {"target": 90.0, "draft": 900.0}
 
 
-def test_phases_of_all_steps_are_added_and_the_longest_kept(stream: Stream) -> None:
+def test_phases_of_all_steps_are_added(stream: Stream) -> None:
     clock = StepClock(stream.mark)  # type: ignore[arg-type]
     stream.reached = 99
     for _ in range(2):
         clock.mark("target")
         clock.mark("gap")
     assert clock.seconds == {"target": 90.0 + 9000.0, "gap": 900.0}
-    assert clock.longest == {"target": 9000.0, "gap": 900.0}
 
 
 def test_a_pause_is_no_gap(stream: Stream) -> None:

@@ -108,7 +108,7 @@ def test_the_ranks_decisions_are_compared() -> None:
         def all_gather_object(self, value: Any) -> list[Any]:
             return [value, value if isinstance(value, str) else [[1, 2, 3]]]
 
-        def broadcast(self, value: Any, root: int = 0) -> Any:
+        def broadcast(self, value: Any) -> Any:
             return value
 
     decoder = table_decoder(TABLES, execution=ON_DEVICE, communicator=Other(), check_lockstep=False)

@@ -17,7 +17,7 @@ from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir
 from dspark_trt.builder.network import Kind, NetworkIO, TensorInfo, load_network
 from dspark_trt.runtime_py import backend
-from dspark_trt.runtime_py.backend import Executor
+from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
 from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
 from dspark_trt.runtime_py.device import Platform
 from dspark_trt.runtime_py.mailbox import MailboxError
@@ -67,7 +67,15 @@ class PlayedEngines:
         self.mailbox, self.change = mailbox, change
         self.opened: list[tuple[str, int, Any, int, Tensor]] = []
         self.given: list[set[str]] = []
-        patch.setattr(_engines, "choose_executor", lambda d, c, place, choice: Executor("the api", place))
+
+        def choose(directory: EngineDir, communicator: Communicator, place: torch.device, backend: Backend) -> Executor:
+            return (
+                Executor("the api", place)
+                if backend == "auto"
+                else choose_executor(directory, communicator, place, backend)
+            )
+
+        patch.setattr(_engines, "choose_executor", choose)
         platform = Platform(CPU, mailbox=mailbox)
         patch.setattr(_engines, "open_engine_platform", lambda *_, peer_timeout_s: platform)
         patch.setattr(_engines, "open_session", self._open)
@@ -112,6 +120,15 @@ def test_engines_are_compared(
     # Two prompts of 120 tokens: two parts of a prefill and the three calls after it.
     assert "target: dequantized numerics, float32, 1 rank(s), 5 calls" in printed
     assert engines.mailbox.checks == len(engines.given) and engines.mailbox.closed
+
+
+def test_engines_are_left_out_on_demand(
+    directory: EngineDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As messages about engines advise."""
+    engines = PlayedEngines(monkeypatch, FakeMailbox())
+    assert compare(directory, "--networks", "draft", "--backend", "torch") == 0
+    assert engines.opened == [] and "tensorrt left out: --backend torch" in capsys.readouterr().out
 
 
 def test_engines_that_are_wrong(

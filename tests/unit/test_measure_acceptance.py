@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.requests import SamplingParams
 from dspark_trt.runtime_py.verification import BlockVerification, StandardRejection
+from dspark_trt.runtime_py.watchdog import Progress
 
 from tests.benchmarks import render
 from tests.example_scripts import load_example
@@ -65,6 +67,22 @@ def test_records_every_step(method: object) -> None:
     first = [next(k for k, (index, _) in enumerate(recorder.steps) if index == i) for i in range(5)]
     for i, completion in enumerate(done):
         assert rows[first[i], 0] == tables.confidence[0, completion.token_ids[0]]
+
+
+def test_decoders_are_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, object]] = []
+
+    def from_dir(directory: Path, **given: object) -> object:
+        opened.append({"directory": directory, **given})
+        raise InterruptedError
+
+    monkeypatch.setattr(measure_acceptance.Decoder, "from_dir", from_dir)
+    options = measure_acceptance.Options(engine_dir=Path("e"), output=Path("o"), backend="torch", device="cpu")
+    progress = Progress()
+    with pytest.raises(InterruptedError):
+        next(measure_acceptance.measure(options, [[1]], {}, SingleProcess(), progress))
+    wanted = {"directory": Path("e"), "backend": "torch", "device": "cpu", "progress": progress}
+    assert {name: opened[0][name] for name in wanted} == wanted
 
 
 def example_rows() -> list[dict[str, object]]:

@@ -184,7 +184,7 @@ def test_requests_without_a_seed() -> None:
     class SecondRank(SingleProcess):
         rank = 1
 
-        def broadcast(self, value: object, root: int = 0) -> object:
+        def broadcast(self, value: object) -> object:
             # Seeds are the only whole numbers beyond a vocabulary that ranks exchange.
             drawn = isinstance(value, list) and all(isinstance(v, int) and v > 1000 for v in value)
             return sent if drawn else value

@@ -8,7 +8,10 @@ import threading
 import time
 
 import pytest
+from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.watchdog import Watchdog, WatchdogError
+
+from tests.example_scripts import load_example
 
 
 class Job:
@@ -81,3 +84,25 @@ def test_an_operation_that_fails_is_over() -> None:
 def test_a_time_that_can_not_pass_is_refused() -> None:
     with pytest.raises(WatchdogError, match="timeout is 0 s, expected more than 0"):
         Job().watchdog(0)
+
+
+def test_examples_watch_for_as_long_as_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    class Rank(Job, SingleProcess):
+        """One whose job can be ended."""
+
+    rank = Rank()
+    with load_example("_common").watched(rank, timeout_s=0.1, debug=False) as progress, progress.operation("a step"):
+        assert rank.ended.wait(30)
+    assert rank.status == 1 and "rank 0: a step has not ended after 0 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_examples_refuse_times_that_never_come(seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
+    rank = type("Rank", (Job, SingleProcess), {})()
+    # Nothing is yielded; a job would have ended there.
+    with (
+        pytest.raises(RuntimeError, match="didn't yield"),
+        load_example("_common").watched(rank, timeout_s=seconds, debug=False),
+    ):
+        pass
+    assert rank.status == 2 and f"RequestError: --timeout is {seconds}, expected" in capsys.readouterr().err
