@@ -60,7 +60,7 @@ from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir
 from dspark_trt.builder.network import Kind, load_network
 from dspark_trt.builder.onnx_export import export_network
 from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS
-from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.communicator import Communicator, connect, fail_together
 from dspark_trt.runtime_py.decoder import Decoder, Execution
 from dspark_trt.runtime_py.requests import RequestError, SamplingParams
 from dspark_trt.runtime_py.session import Session, TorchSession
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             communicator = connect(read_shard_config(shards).tp_size, "python examples/compare_accuracy.py ...")
             with fail_together(communicator, refusals=REFUSALS):
                 return compare(options, shards, builds, communicator)
-    except (*USER_ERRORS, RequestError, LaunchError) as error:
+    except (*USER_ERRORS, *REFUSALS) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

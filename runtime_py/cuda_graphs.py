@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from .cuda_runtime import cuda_runtime
+
 WARM_UP_RUNS = 2
 
 
@@ -68,11 +70,8 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
         GraphError: the CUDA runtime refuses the graph.
         OSError: the CUDA runtime of torch's version is not found.
     """
-    assert torch.version.cuda is not None
-    # torch has the library loaded; the loader finds it by this name.
-    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
     count = ctypes.c_size_t()
-    status = runtime.cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    status = cuda_runtime().cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
     if status:
         raise GraphError(f"cudaGraphGetNodes failed with error {status}")
     return count.value

@@ -26,9 +26,10 @@ from torch import Tensor
 from ..plugins import mhc_all_reduce as layout
 from ..plugins.markov_sampling_sharded import exchange_bytes
 from .communicator import Communicator
+from .cuda_runtime import cuda_runtime
 
 RANKS = (2, 4, 8)
-NAMED_RANKS = "2, 4 or 8 ranks"
+NAMED_RANKS = f"{', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]} ranks"
 _REMEDY = "torch sessions go on through NCCL without it; for engines, which can't, pass --backend torch"
 _BLOCK_BYTES = 2 << 20  # cudaMalloc gives an allocation of whole blocks to nobody else
 _SENTINELS = {torch.bfloat16: 0x80008000, torch.float16: 0x80008000, torch.float32: 0x80000000}
@@ -233,8 +234,7 @@ class CudaMemory:
             raise MailboxError(f"peer memory was asked for on {device}, with torch {torch.__version__}; it needs a GPU")
         torch.cuda.init()
         self._device = device
-        # torch has the library loaded; the loader finds it by this name.
-        self._runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        self._runtime = cuda_runtime()
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
 
     def allocate(self, size: int) -> int:

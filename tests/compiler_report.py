@@ -205,6 +205,11 @@ def find_nvcc() -> list[Path]:
     return [place for place in places if place.is_file()]
 
 
+def nvcc_of(wanted: str) -> Path | None:
+    """The first compiler of that version."""
+    return next((nvcc for nvcc in find_nvcc() if version(nvcc) == wanted), None)
+
+
 def tools_path() -> str:
     """PATH with this Python's commands in front, among them the cmake and ninja of the ``nvcc`` extra."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

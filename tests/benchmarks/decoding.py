@@ -4,8 +4,8 @@
 
 For each request count: microseconds a step of target, verification and draft, by events on the stream, and
 from a profile the time in which the stream was idle between the target's replay, verification included, and the
-draft's, and between two steps. Beside it the same step enqueued without graphs, and a step of the target alone, which
-emits one token a request, replayed from graphs, and a step whose coefficients have no stream of their own.
+draft's, and between two steps. Beside it the same step enqueued without graphs, a step of the target alone, which emits
+one token a request, replayed from graphs, and a step whose coefficients have no stream of their own.
 The tiny models are far from filling a GPU; what is measured is the loop, not the model.
 """
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from dspark_trt.plugins.kernels import launch, workspace_bytes
 from dspark_trt.plugins.op import Op
+from dspark_trt.runtime_py.cuda_graphs import count_nodes
 from torch import Tensor
 
 GUARD_BYTES = 256
@@ -84,9 +84,6 @@ def capture(*calls: KernelCall) -> tuple[torch.cuda.CUDAGraph, int]:
     with torch.cuda.graph(graph):
         for one in calls:
             one.launch()
-    nodes = ctypes.c_size_t()
-    assert torch.version.cuda is not None
-    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-    assert runtime.cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes)) == 0
+    nodes = count_nodes(graph)
     graph.instantiate()
-    return graph, nodes.value
+    return graph, nodes

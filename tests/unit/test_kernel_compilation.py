@@ -65,11 +65,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def log(table: Table, folder: Path) -> str:
     """What a build by the compiler of the table prints; its library lies in ``folder``."""
-    versions = {nvcc: compiler_report.version(nvcc) for nvcc in compiler_report.find_nvcc()}
-    nvcc = next((nvcc for nvcc, version in versions.items() if version == table.compiler), None)
+    nvcc = compiler_report.nvcc_of(table.compiler)
     missing = compiler_report.missing_tools()
     if nvcc is None or missing:
-        found = ", ".join(f"{version} ({nvcc})" for nvcc, version in versions.items()) or "none"
+        versions = [f"{compiler_report.version(other)} ({other})" for other in compiler_report.find_nvcc()]
+        found = ", ".join(versions) or "none"
         pytest.skip(
             f"the table is for nvcc {table.compiler}, found {found}; missing tools: {', '.join(missing) or 'none'}; "
             "pip install '.[nvcc]' brings all but g++"

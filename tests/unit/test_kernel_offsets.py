@@ -51,7 +51,7 @@ extern "C" __global__ void sample(const int* table, int* out, int row, int width
 @pytest.fixture(scope="module")
 def nvcc() -> Path:
     wanted = compiler_report.Table.load().compiler
-    found = next((nvcc for nvcc in compiler_report.find_nvcc() if compiler_report.version(nvcc) == wanted), None)
+    found = compiler_report.nvcc_of(wanted)
     if found is None or shutil.which("g++", path=compiler_report.tools_path()) is None:
         pytest.skip(f"what is looked for is known of nvcc {wanted}, which needs g++; pip install '.[nvcc]' brings nvcc")
     return found
