@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from dspark_trt.plugins import attention, numerics
 from dspark_trt.runtime_py.backend import Backend
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, SamplingParams
@@ -84,11 +85,12 @@ def forced_logits(
     tokens: Sequence[Sequence[int]],
     device: DeviceChoice,
     backend: Backend = "torch",
+    communicator: Communicator | None = None,
 ) -> Tensor:
     """The target's logits [P, T, V] float32 at every one of P times T given ``tokens`` behind P prompts."""
     verifier, count = ForcingVerifier(tokens=tokens), len(tokens[0])
     options = {"speculative": False, "device": device, "backend": backend}
-    with Decoder.from_dir(engines, verifier=verifier, **options) as decoder:
+    with Decoder.from_dir(engines, communicator=communicator, verifier=verifier, **options) as decoder:
         decoder.interleaver = None  # the host chooses
         decoder.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     return torch.stack([torch.stack(verifier.logits[index]) for index in range(len(tokens))])
@@ -101,10 +103,13 @@ def quantiles(difference: Tensor) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in {**found, "largest": float(difference.abs().max())}.items()}
 
 
-def distance_to_cpu(engines: Path, mode: str, device: DeviceChoice) -> dict[str, float]:
+def distance_to_cpu(
+    engines: Path, mode: str, device: DeviceChoice, communicator: Communicator | None = None
+) -> dict[str, float]:
     """:func:`quantiles` of a device's logits against the CPU's, behind the first recorded tokens of every prompt."""
     tokens = [row[:FORCED] for row in recorded(mode)]
-    here, there = (forced_logits(engines, prompts(), tokens, where) for where in ("cpu", device))
+    views = [partial(forced_logits, engines, device=where, communicator=communicator) for where in ("cpu", device)]
+    here, there = (view(prompts(), tokens) for view in views)
     return quantiles(there - here)
 
 
@@ -163,9 +168,11 @@ class Divergence:
         return self.margin_cpu - self.margin_other
 
 
-def divergences(engines: Path, mode: str, found: list[list[int]], device: DeviceChoice) -> list[Divergence]:
+def divergences(
+    engines: Path, mode: str, found: list[list[int]], device: DeviceChoice, communicator: Communicator | None = None
+) -> list[Divergence]:
     """The first difference of every prompt whose tokens are not those recorded."""
-    views = [partial(forced_logits, engines, device=where) for where in ("cpu", device)]
+    views = [partial(forced_logits, engines, device=where, communicator=communicator) for where in ("cpu", device)]
     return where_texts_part(found, recorded(mode), views)
 
 

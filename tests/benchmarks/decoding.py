@@ -1,12 +1,14 @@
-"""Times the decode loop of the trained tiny models on one GPU, and how long the stream waits for the host.
+"""Times the decode loop of the trained tiny models, and how long the stream waits for the host.
 
     python -m tests.benchmarks.decoding --output tests/benchmarks/results/DATE-decoding.json
+    mpirun -n 2 python -m tests.benchmarks.decoding --output ...        two GPUs, tensor parallel
 
 For each request count: microseconds a step of target, verification and draft, by events on the stream, and
 from a profile the time in which the stream was idle between the target's replay, verification included, and the
 draft's, and between two steps. Beside it the same step enqueued without graphs, a step of the target alone, which emits
 one token a request, replayed from graphs, and a step whose coefficients have no stream of their own.
-The tiny models are far from filling a GPU; what is measured is the loop, not the model.
+The tiny models are far from filling a GPU; what is measured is the loop, not the model. Of several ranks, the first
+one's figures count: the ranks meet at every boundary.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.builder.engine_dir import EngineDir
+from dspark_trt.runtime_py.communicator import Communicator, connect, fail_together, launcher_ranks
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.requests import SamplingParams
 from dspark_trt.runtime_py.session import TorchSession
@@ -47,13 +50,14 @@ def weight_bytes(decoder: Decoder) -> int:
     return sum(p.nbytes for network in networks for p in network.parameters())
 
 
-def measure(report: Report, engines: Path, requests: int, scratch: Path) -> float:
+def measure(report: Report, engines: Path, requests: int, scratch: Path, communicator: Communicator) -> float:
     """Add a line for steps of so many requests; return the host gap."""
     prompts = greedy_reference.prompts()[:requests]
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     facts: dict[str, Any] = {}
     draft = EngineDir.open(engines).draft
-    with Decoder.from_dir(engines, device="cuda", request_counts=(requests,)) as decoder:
+    where: dict[str, Any] = {"device": "cuda", "communicator": communicator}
+    with Decoder.from_dir(engines, request_counts=(requests,), **where) as decoder:
         decoder.generate(prompts, params)  # captures, warms up
         _, stats = decoder.generate(prompts, params)
         for part in ("target", "verify", "draft", "gap"):
@@ -75,7 +79,7 @@ def measure(report: Report, engines: Path, requests: int, scratch: Path) -> floa
     }
     peers = {}
     for name, chosen in others.items():
-        with Decoder.from_dir(engines, device="cuda", **chosen) as decoder:
+        with Decoder.from_dir(engines, **chosen, **where) as decoder:
             short = SamplingParams(max_tokens=100, ignore_eos=True)
             decoder.generate(prompts, short)
             _, stats = decoder.generate(prompts, short)
@@ -85,6 +89,7 @@ def measure(report: Report, engines: Path, requests: int, scratch: Path) -> floa
         Timing(statistics.median(spans), tenths[0], tenths[-1]),
         rows=requests * (draft.block_size + 1),
         hidden=draft.hidden_size,
+        ranks=communicator.size,
         cache="warm",
         moved_bytes=moved,
         peers=peers,
@@ -94,39 +99,52 @@ def measure(report: Report, engines: Path, requests: int, scratch: Path) -> floa
     return facts["host_gap_us"]
 
 
-def identical_prompts(root: Path, mode: str) -> dict[str, Any]:
+def identical_prompts(engines: Path, mode: str, communicator: Communicator) -> dict[str, Any]:
     """How many of the recorded prompts come out of the GPU as out of the CPU, and why the others don't."""
-    engines = make_engines(root, 1, **greedy_reference.build_options(mode))
-    with Decoder.from_dir(engines, device="cuda") as decoder:
+    with Decoder.from_dir(engines, device="cuda", communicator=communicator) as decoder:
         params = SamplingParams(max_tokens=greedy_reference.TOKENS, ignore_eos=True)
         done, _ = decoder.generate(greedy_reference.prompts(), params)
     found = [completion.token_ids for completion in done]
-    different = greedy_reference.divergences(engines, mode, found, "cuda")
+    different = greedy_reference.divergences(engines, mode, found, "cuda", communicator)
     return {
         "prompts": len(found),
         "identical": len(found) - len(different),
-        "distance_from_cpu": greedy_reference.distance_to_cpu(engines, mode, "cuda"),
+        "distance_from_cpu": greedy_reference.distance_to_cpu(engines, mode, "cuda", communicator),
         "distance_of_a_cpu_that_rounds_elsewhere": greedy_reference.recorded_spread(mode),
         "divergences": [asdict(divergence) for divergence in different],
     }
+
+
+def run(root: Path, communicator: Communicator) -> Report:
+    """All figures; ``root`` is a directory that all ranks share."""
+    report = Report()
+    bfloat16 = {"numerics": "dequantized", "dtype": "bfloat16", "max_seq_len": 1000}
+    builds = {"": bfloat16, **{mode: greedy_reference.build_options(mode) for mode in greedy_reference.MODES}}
+    made = None
+    if communicator.rank == 0:
+        made = {name: make_engines(root, communicator.size, **options) for name, options in builds.items()}
+    engines: dict[str, Path] = communicator.broadcast(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        gaps = [measure(report, engines[""], requests, Path(scratch), communicator) for requests in REQUESTS]
+    identical = {mode: identical_prompts(engines[mode], mode, communicator) for mode in greedy_reference.MODES}
+    report.summary = {
+        "host_gap_us": gaps[0],
+        "gpu_greedy_identical_prompts": {mode: found["identical"] for mode, found in identical.items()},
+        "gpu_greedy": identical,
+    }
+    return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file for the results")
     options = parser.parse_args()
-    report = Report()
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        engines = make_engines(root, 1, numerics="dequantized", dtype="bfloat16", max_seq_len=1000)
-        gaps = [measure(report, engines, requests, root) for requests in REQUESTS]
-        identical = {mode: identical_prompts(root, mode) for mode in greedy_reference.MODES}
-    report.summary = {
-        "host_gap_us": gaps[0],
-        "gpu_greedy_identical_prompts": {mode: found["identical"] for mode, found in identical.items()},
-        "gpu_greedy": identical,
-    }
-    report.write(options.output)
+    communicator = connect(launcher_ranks() or 1)
+    with fail_together(communicator), tempfile.TemporaryDirectory() as root:
+        report = run(Path(root), communicator)
+        if communicator.rank == 0:
+            report.write(options.output)
+        communicator.barrier()  # rank 0's directory is everyone's
 
 
 if __name__ == "__main__":

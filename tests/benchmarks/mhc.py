@@ -33,6 +33,7 @@ from tests.benchmarks.benchmark import (
 )
 from tests.benchmarks.graph_edges import edge_kinds
 from tests.gpu.kernel_call import KernelCall
+from tests.gpu.mailbox_cases import values_that_differ_in_100_000_calls
 from tests.op_examples import UNQUANTIZED
 
 HIDDEN = 5120
@@ -289,9 +290,15 @@ def rank_main(rank: int, ranks: int, port: int, output: Path, quick: bool) -> No
             if rank == 0:
                 facts = {"rows": rows, "hidden": HIDDEN, "cache": cache, "moved_bytes": size, "ranks": ranks}
                 report.add("mhc_all_reduce", timing, peers=beside, **facts)
+    if not quick:
+        seed = communicator.all_gather_object(int(torch.seed() % 2**31))[0]
+        wrong = sum(communicator.all_gather_object(values_that_differ_in_100_000_calls(box, rank, seed, HIDDEN)))
+        report.summary["correctness"] = {"calls_of_each_rank": 100_000, "values_that_differ": wrong, "seed": seed}
+        box.check()
     if rank == 0:
         report.write(output)
     torch.cuda.synchronize()
+    communicator.barrier()
     box.close()
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import torch
 from dspark_trt.plugins import mhc_all_reduce as layout
 from dspark_trt.plugins.markov_sampling_sharded import GENERATIONS, MAX_REQUESTS, MAX_STEPS
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
-from dspark_trt.runtime_py.mailbox import region_bytes, slot_bytes
+from dspark_trt.runtime_py.mailbox import Mailbox, region_bytes, slot_bytes
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits
@@ -142,3 +142,33 @@ class Case:
     def run(self) -> None:
         self.fused.run()
         self.check()
+
+
+def values_that_differ_in_100_000_calls(box: Mailbox, rank: int, seed: int, hidden: int) -> int:
+    """TP-1, TP-4: two graphs of fifty bfloat16 calls, replayed in random order; row counts jump from call to call."""
+    order = torch.Generator().manual_seed(seed)
+    rows = [r for i in range(1, 26) for r in (i, 41 - i)]
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    graphs, kept = [], []
+    for which in range(2):
+        cases = []
+        for i, r in enumerate(rows):
+            kind, shape = KINDS[(i + which) % len(KINDS)], (r, hidden)
+            cases.append(Case(box.tensor, rank, kind, seed + 100 * which + i, shape, torch.bfloat16, i % 3 == 2))
+        for case in cases:
+            case.run()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for case in cases:
+                case.fused.launch()
+                bad.add_(case.differences())
+        graphs.append(graph)
+        kept.append(cases)
+    for replay in range(2000):
+        graphs[int(torch.randint(2, (), generator=order))].replay()
+        if replay % 100 == 99:
+            torch.cuda.synchronize()
+            box.check()
+    torch.cuda.synchronize()
+    return int(bad)

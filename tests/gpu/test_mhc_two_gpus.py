@@ -10,7 +10,7 @@ from dspark_trt.plugins import mhc_all_reduce as layout
 from dspark_trt.runtime_py.mailbox import Mailbox, slot_bytes
 
 from tests.gpu.kernel_call import bits
-from tests.gpu.mailbox_cases import KINDS, Case
+from tests.gpu.mailbox_cases import KINDS, Case, values_that_differ_in_100_000_calls
 from tests.gpu.two_ranks import RANKS, Report, StoreCommunicator, check_survivor, lose_a_peer, run_ranks
 
 pytestmark = pytest.mark.gpu2
@@ -46,7 +46,8 @@ def _every_payload(communicator: StoreCommunicator, seed: int) -> Report:
         _beyond_capacity(box, rank, seed, dtype)
         if dtype == torch.bfloat16:
             times["one by one"] = time.monotonic() - start
-            _hundred_thousand(communicator, box, seed, dtype)
+            wrong = values_that_differ_in_100_000_calls(box, rank, seed, HIDDEN)
+            assert wrong == 0, f"{wrong} values differ in 100,000 calls, seed {seed}"
             times["100,000"] = time.monotonic() - start
         box.check()
         assert_all_slots_empty(communicator, box, dtype)
@@ -66,44 +67,6 @@ def _beyond_capacity(box: Mailbox, rank: int, seed: int, dtype: torch.dtype) -> 
     assert all((bits(t) == -1).all() for t in fused.outputs)
     fused.sizes["rows"] = 1
     case.run()
-
-
-def _hundred_thousand(communicator: StoreCommunicator, box: Mailbox, seed: int, dtype: torch.dtype) -> None:
-    """TP-1, TP-4: two graphs of fifty calls, replayed in random order; the row counts jump from call to call."""
-    rank, order = communicator.rank, torch.Generator().manual_seed(seed)
-    rows = [r for i in range(1, 26) for r in (i, 41 - i)]
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    graphs, kept = [], []
-    for which in range(2):
-        cases = [
-            Case(
-                box.tensor,
-                rank,
-                KINDS[(i + which) % len(KINDS)],
-                seed + 100 * which + i,
-                (r, HIDDEN),
-                dtype,
-                i % 3 == 2,
-            )
-            for i, r in enumerate(rows)
-        ]
-        for case in cases:
-            case.run()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for case in cases:
-                case.fused.launch()
-                bad.add_(case.differences())
-        graphs.append(graph)
-        kept.append(cases)
-    for replay in range(2000):
-        graphs[int(torch.randint(2, (), generator=order))].replay()
-        if replay % 100 == 99:
-            torch.cuda.synchronize()
-            box.check()
-    torch.cuda.synchronize()
-    assert int(bad) == 0, f"{int(bad)} values differ in 100,000 calls, seed {seed}"
 
 
 @pytest.mark.timeout(180)
