@@ -23,6 +23,7 @@ from torch import Tensor
 from ..plugins.kernels import execute
 from ..plugins.mhc_coefficients import MHC_COEFFICIENTS
 from ..plugins.op import Op
+from .capture_order import Dependencies, fork, join
 
 
 class SideStream:
@@ -31,6 +32,7 @@ class SideStream:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pending: set[int] = set()
+        self._forked: Dependencies | None = None
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -46,7 +48,10 @@ class SideStream:
             self._join()
         if op is not MHC_COEFFICIENTS:
             return execute(op, attributes, tensors, bindings)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._pending:  # a fork would let go of what was not joined yet
+            self._stream.wait_stream(torch.cuda.current_stream())
+        else:
+            self._forked = fork(torch.cuda.current_stream(), self._stream)
         with torch.cuda.stream(self._stream):
             results = execute(op, attributes, tensors, bindings)
         self._pending |= {t.data_ptr() for t in results}
@@ -54,5 +59,5 @@ class SideStream:
 
     def _join(self) -> None:
         if self._pending:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._pending = set()
+            join(torch.cuda.current_stream(), self._stream, self._forked)
+            self._pending, self._forked = set(), None

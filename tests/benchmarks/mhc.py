@@ -17,6 +17,7 @@ import torch
 from dspark_trt.plugins.hc_collapse import HC_COLLAPSE
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
 from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
+from dspark_trt.runtime_py.capture_order import fork, join
 from torch import Tensor
 
 from tests.benchmarks import mhc_peers as peers
@@ -86,11 +87,11 @@ def chain(first: Launch, second: Launch, side: torch.cuda.Stream | None, beside:
             second(), beside()
             return
         main = torch.cuda.current_stream()
-        side.wait_stream(main)
+        forked = fork(main, side)
         with torch.cuda.stream(side):
             second()
         beside()
-        main.wait_stream(side)
+        join(main, side, forked)
 
     return launch
 

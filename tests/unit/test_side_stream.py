@@ -12,7 +12,7 @@ from dspark_trt.plugins.hc_collapse import HC_COLLAPSE
 from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE_RESIDUAL_ONLY
 from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from dspark_trt.plugins.op import Op, executor_scope
-from dspark_trt.runtime_py import side_stream
+from dspark_trt.runtime_py import capture_order, side_stream
 from dspark_trt.runtime_py.side_stream import SideStream
 from torch import Tensor
 
@@ -60,6 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         return op.reference(attributes, *tensors)
 
     monkeypatch.setattr(side_stream, "execute", execute)
+    monkeypatch.setattr(capture_order, "dependencies", lambda _: None)  # no capture: test_capture_order.py has them
     return fake
 
 
