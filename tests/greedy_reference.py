@@ -176,6 +176,18 @@ def divergences(
     return where_texts_part(found, recorded(mode), views)
 
 
+def compare_texts(
+    found: Sequence[list[int]],
+    wanted: Sequence[list[int]],
+    view_found: Callable[..., Tensor],
+    view_wanted: Callable[..., Tensor],
+) -> tuple[dict[str, float], list[Divergence]]:
+    """How far the logits behind two decodes lie from each other (:func:`quantiles`), and where their texts part."""
+    forced = [row[:FORCED] for row in wanted]
+    distance = quantiles(view_found(prompts(), forced) - view_wanted(prompts(), forced))
+    return distance, where_texts_part(found, wanted, (view_wanted, view_found))
+
+
 def where_texts_part(
     found: Sequence[list[int]], wanted: Sequence[list[int]], views: Sequence[Callable[..., Tensor]]
 ) -> list[Divergence]:

@@ -14,6 +14,7 @@ from dspark_trt.runtime_py.requests import SamplingParams
 from tests import greedy_reference
 from tests.gpu.engine_calls import DTYPES, Open
 from tests.gpu.gpus import over_gpus
+from tests.greedy_reference import Divergence
 from tests.mpi_jobs import run_job
 
 TOKENS = 100
@@ -41,14 +42,9 @@ def test_the_loop_decodes_what_torch_decodes(api: TensorRT, tensorrt_engines: Op
     same = sum(a == b for a, b in zip(found, wanted, strict=True))
     print(f"{dtype}, {api}: {same} of {len(found)} prompts are identical to torch's")
     assert same >= SAME[dtype]
-    views = [partial(greedy_reference.forced_logits, engines, device="cuda", backend=b) for b in ("torch", "tensorrt")]
-    forced = [row[: greedy_reference.FORCED] for row in wanted]
-    torchs, engine = (view(greedy_reference.prompts(), forced) for view in views)
-    spread = greedy_reference.quantiles(engine - torchs)
-    parted = greedy_reference.where_texts_part(found, wanted, views)
-    print(f"{dtype}: logits differ by {spread}; texts part at {parted}")
-    # A margin is of two logits.
-    assert all(divergence.rounding <= 2 * spread["largest"] for divergence in parted), parted
+    views = [partial(greedy_reference.forced_logits, engines, device="cuda", backend=b) for b in ("tensorrt", "torch")]
+    distance, parted = greedy_reference.compare_texts(found, wanted, *views)
+    check_where_texts_part(dtype, distance, parted)
     assert sum(a == b for a, b in zip(tokens("tensorrt", host=True), found, strict=True)) >= SAME[dtype]
 
 
@@ -57,13 +53,20 @@ def test_the_loop_decodes_what_torch_decodes(api: TensorRT, tensorrt_engines: Op
 def test_two_ranks_decode_with_engines(api: TensorRT, tensorrt_engines: Open, dtype: str, gpus: int) -> None:
     """Under mpirun, the mailbox inside the engines, every decision compared between the ranks."""
     engines = tensorrt_engines(dtype, 2).path
-    found = {}
-    for backend in ("tensorrt", "torch"):
-        job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(TOKENS), backend, str(gpus), timeout=200)
-        assert job.status == 0, job.err
-        report = json.loads(job.out.splitlines()[-1])
-        assert report["stats"]["device_steps"] > 0
-        found[backend] = report["tokens"]
-    same = sum(a == b for a, b in zip(found["tensorrt"], found["torch"], strict=True))
-    print(f"{dtype}, {api}: {same} of {len(found['torch'])} prompts are identical to torch's, {gpus} GPU(s)")
+    backends = ("tensorrt", "torch")
+    job = run_job(2, "-m", "tests.gpu.decode_job", engines, str(TOKENS), str(gpus), *backends, timeout=300)
+    assert job.status == 0, job.err
+    report = json.loads(job.out.splitlines()[-1])
+    assert all(stats["device_steps"] > 0 for stats in report["stats"])
+    found, wanted = report["tokens"]
+    same = sum(a == b for a, b in zip(found, wanted, strict=True))
+    print(f"{dtype}, {api}: {same} of {len(wanted)} prompts are identical to torch's, {gpus} GPU(s)")
     assert same >= SAME[dtype]
+    check_where_texts_part(dtype, report["distance"], [Divergence(**parted) for parted in report["parted"]])
+
+
+def check_where_texts_part(dtype: str, distance: dict[str, float], parted: list[Divergence]) -> None:
+    """Two texts may part where the engine's logits and torch's turn a near tie, by no more than they differ."""
+    print(f"{dtype}: logits differ by {distance}; texts part at {parted}")
+    # A margin is of two logits.
+    assert all(divergence.rounding <= 2 * distance["largest"] for divergence in parted), parted
