@@ -19,6 +19,8 @@ fi
 echo "== format, lint, types"
 ruff format --check .
 ruff check .
+# include/ and the table of operations are written from the declarations in Python.
+clang-format --dry-run --Werror cpp_plugins/kernels/* cpp_plugins/tensorrt/*.{cpp,h}
 mypy builder plugins runtime_py setup.py examples/*.py
 
 echo "== tests"

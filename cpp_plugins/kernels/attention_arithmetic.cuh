@@ -75,9 +75,7 @@ __device__ __forceinline__ float2 make_probabilities(float2 scores, float maximu
   return make_float2(expf(scores.x - maximum), expf(scores.y - maximum));
 }
 
-__device__ __forceinline__ float lane_sum(float2 probabilities) {
-  return __fadd_rn(probabilities.x, probabilities.y);
-}
+__device__ __forceinline__ float lane_sum(float2 probabilities) { return __fadd_rn(probabilities.x, probabilities.y); }
 
 // warp_sum of two values at the price of one: the lower half of the warp has that of `a`, the upper that of `b`.
 __device__ __forceinline__ float warp_sum_pair(float a, float b) {

@@ -35,7 +35,7 @@ constexpr int kScores = 0, kWeights = 1;
 
 struct TileState {
   ClusterMail<2>::Storage mail;
-  int steps[kTileRows];           // of a row: its position is the group's plus this
+  int steps[kTileRows];  // of a row: its position is the group's plus this
   float sinks[kTileRows];
   // Of an owned row: the maximum of each block of keys, and of all blocks so far; rounds take turns.
   float maxima[2][kChunkBlocks + 1][kTileRows];
@@ -46,11 +46,11 @@ struct TileState {
 
 // Where things lie in shared memory, in bytes from its start; made by the host.
 struct TileLayout {
-  int chunk;         // keys of a chunk
-  int slices;        // of a block
-  int ring_step;     // 32 rows further in the ring
-  int score_pitch;   // of a row of partial scores [source block][owned row][key]
-  int weight_pitch;  // of a row of probabilities
+  int chunk;                              // keys of a chunk
+  int slices;                             // of a block
+  int ring_step;                          // 32 rows further in the ring
+  int score_pitch;                        // of a row of partial scores [source block][owned row][key]
+  int weight_pitch;                       // of a row of probabilities
   int scores, weights, turns, keys, end;  // queries and own rows lie behind TileState
 
   TileLayout() = default;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void share_probabilities(const TileLayout& layout, co
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int owned_rows = kTileRows / cluster, blocks = (padded + kKeyBlock - 1) / kKeyBlock;
   const int parts = owned_rows * blocks;
-  float(&maxima)[kChunkBlocks + 1][kTileRows] = state.maxima[round % 2];
+  float (&maxima)[kChunkBlocks + 1][kTileRows] = state.maxima[round % 2];
 
   const auto add_scores = [&](int block, int owned) {
     const int key = block * kKeyBlock + 2 * lane, i = start + key;

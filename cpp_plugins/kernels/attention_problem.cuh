@@ -19,7 +19,7 @@ struct AttentionProblem {
   const float* sink;         // [heads]
   void* attended;            // as q
   int groups;
-  int rows;      // of a group: positions of the group times heads
+  int rows;  // of a group: positions of the group times heads
   int heads;
   int window;    // ring entries that count
   int own_rows;  // keys behind them; 0 without kOwn
@@ -34,7 +34,7 @@ struct AttentionProblem {
 // position - window + 1 + i, wherever the ring keeps that, and valid where that is a position.
 template <bool kOwn>
 struct Keys {
-  int count;        // with those that are not valid
+  int count;  // with those that are not valid
   int window;
   int lower, upper;  // valid ring entries
   int position, ring_rows;

@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const auto copy_queries = [&](int stage) {
 #pragma unroll
     for (int row = copy_row; row < kRows; row += kCopyRows) {
-      const T* const source = static_cast<const T*>(p.q) +
-                              (static_cast<int64_t>(group) * p.rows + min(first_row + row, p.rows - 1)) * dim;
+      const T* const source =
+          static_cast<const T*>(p.q) + (static_cast<int64_t>(group) * p.rows + min(first_row + row, p.rows - 1)) * dim;
       of_stage(stage, [&](int channel) { copy_async(queries + row * pitch + channel * 2, source + channel, true); });
     }
   };

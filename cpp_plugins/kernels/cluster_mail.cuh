@@ -42,10 +42,10 @@ class ClusterMail {
   __device__ __forceinline__ void expect(int box, int bytes) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks_ > 1)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                       shared_address(&storage_.arrived[box])),
-                   "r"(bytes)
-                   : "memory");
+      asm volatile(
+          "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&storage_.arrived[box])),
+          "r"(bytes)
+          : "memory");
 #endif
   }
 

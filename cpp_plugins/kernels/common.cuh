@@ -21,21 +21,33 @@ constexpr int kWarp = 32;
 template <typename T>
 __device__ __forceinline__ float to_float(T value);
 template <>
-__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(float value) {
+  return value;
+}
 template <>
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
 template <>
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__half value) {
+  return __half2float(value);
+}
 
 // Round to nearest, ties to even.
 template <typename T>
 __device__ __forceinline__ T from_float(float value);
 template <>
-__device__ __forceinline__ float from_float(float value) { return value; }
+__device__ __forceinline__ float from_float(float value) {
+  return value;
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float(float value) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ __nv_bfloat16 from_float(float value) {
+  return __float2bfloat16_rn(value);
+}
 template <>
-__device__ __forceinline__ __half from_float(float value) { return __float2half_rn(value); }
+__device__ __forceinline__ __half from_float(float value) {
+  return __float2half_rn(value);
+}
 
 // 16 bytes of T: the unit of accesses to rows.
 template <typename T>
@@ -64,7 +76,8 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
   return value;
 }
 
@@ -73,7 +86,9 @@ inline bool aligned(const void* pointer) {
 }
 
 template <typename... P>
-bool all_aligned(P... pointers) { return (aligned(pointers) && ...); }
+bool all_aligned(P... pointers) {
+  return (aligned(pointers) && ...);
+}
 
 // The status of the launch that just happened; clears CUDA's last error, unless that is a sticky one.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DSPARK_OK : DSPARK_LAUNCH_FAILED; }

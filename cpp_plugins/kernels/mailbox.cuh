@@ -39,6 +39,9 @@ __device__ __forceinline__ char* mailbox_region(const void* tensor, int i) {
   return reinterpret_cast<char*>(static_cast<uint64_t>(halves.y) << 32 | halves.x);
 }
 
+constexpr unsigned kSpinsAClock = 256;      // looks at a slot for one at the clock
+constexpr unsigned kMillisecond = 1000000;  // in nanoseconds
+
 // The first fault stays.
 __device__ __forceinline__ void note_fault(int32_t* header, int fault) {
   atomicCAS(header + DSPARK_MAILBOX_FAULT, 0, fault);
@@ -74,9 +77,10 @@ class Mailbox {
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) regions_[i] = mailbox_region(tensor, i);
     static_assert(DSPARK_MAILBOX_RANK == 0 && DSPARK_MAILBOX_RANKS == 1 && DSPARK_MAILBOX_HIDDEN == 2 &&
-                  DSPARK_MAILBOX_CHANNEL_BYTES == 3, "read at once");
+                      DSPARK_MAILBOX_CHANNEL_BYTES == 3,
+                  "read at once");
     const int4 constants = *reinterpret_cast<const int4*>(header());
-    timeout_ns_ = static_cast<uint64_t>(header()[DSPARK_MAILBOX_TIMEOUT_MS]) * 1000000u;
+    timeout_ns_ = static_cast<uint64_t>(header()[DSPARK_MAILBOX_TIMEOUT_MS]) * kMillisecond;
     rank_ = constants.x;
     fits_ = (constants.y == kRanks) & (constants.z == width) & (constants.w == static_cast<int>(sizeof(T)));
   }
@@ -160,7 +164,7 @@ class Mailbox {
         if (has_sentinel<T>(parts[r])) missing = r;
       }
       if (missing < 0) return;
-      if (spins % 256 == 0) {
+      if (spins % kSpinsAClock == 0) {
         const uint64_t now = nanoseconds();
         if (start == 0) start = now;
         if (now - start > timeout_ns_) {

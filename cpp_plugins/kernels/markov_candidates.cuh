@@ -40,7 +40,8 @@ __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > 
 template <int kFirst>
 __device__ __forceinline__ uint64_t lanes_max(uint64_t value) {
 #pragma unroll
-  for (int offset = kFirst; offset < kWarp; offset *= 2) value = larger(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  for (int offset = kFirst; offset < kWarp; offset *= 2)
+    value = larger(value, __shfl_xor_sync(0xffffffffu, value, offset));
   return value;
 }
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ void open_exchange(Exchange& e, const void* mailbox, 
   if (fits && lane < ranks) e.words[lane] = candidate_words(mailbox, lane, state[DSPARK_MAILBOX_SAMPLING_GENERATION]);
   if (lane != 0) return;
   e.header = header;
-  e.timeout_ns = static_cast<uint64_t>(header[DSPARK_MAILBOX_TIMEOUT_MS]) * 1000000u;
+  e.timeout_ns = static_cast<uint64_t>(header[DSPARK_MAILBOX_TIMEOUT_MS]) * kMillisecond;
   e.ranks = ranks;
   e.rank = rank;
   e.silent = !fits || state[DSPARK_MAILBOX_FAULT] != 0;
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint64_t await_word(Exchange& e, int step, int reques
   for (unsigned spins = 1;; ++spins) {
     const uint64_t word = load_system(address);
     if (word != 0) return word;
-    if (spins % 256 != 0) continue;
+    if (spins % kSpinsAClock != 0) continue;
     const uint64_t now = nanoseconds();
     if (start == 0) start = now;
     if (now - start > e.timeout_ns) note_fault(e.header, DSPARK_MAILBOX_SILENT_RANK + source);

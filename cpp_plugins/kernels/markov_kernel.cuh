@@ -50,14 +50,16 @@ struct Problem {
   int ranks, rank;
   int block;
   int row_bytes;
-  int pieces;          // of a row, the last one may be partly beyond it
+  int pieces;  // of a row, the last one may be partly beyond it
   int tiles;
   int workers;         // warps that process tiles
   int resident_slots;  // shared memory slots beside the workers' own
 };
 
 __host__ __device__ constexpr int slot_bytes(int pieces) { return kTileRows * kPieceBytes * pieces; }
-__host__ __device__ constexpr int feature_bytes(int groups, int pieces) { return groups * kGroup * kPieceBytes * pieces; }
+__host__ __device__ constexpr int feature_bytes(int groups, int pieces) {
+  return groups * kGroup * kPieceBytes * pieces;
+}
 // Shared memory in front of the slots: feature rows, the best candidate of each warp, key and temperature of each
 // request, and what the block knows of the exchange.
 template <bool Sharded>
@@ -195,8 +197,8 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
 #pragma unroll
           for (int group = 0; group < Groups; ++group) {
             if (group < groups)
-              products[group].template add<decltype(pair)::value>(upper, lower, features + (group * pieces + piece) * kWarp,
-                                                                  lane, p.requests - group * kGroup);
+              products[group].template add<decltype(pair)::value>(
+                  upper, lower, features + (group * pieces + piece) * kWarp, lane, p.requests - group * kGroup);
           }
         };
 #pragma unroll(Kept ? kKeptPieces / 2 : 1)

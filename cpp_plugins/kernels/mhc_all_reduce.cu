@@ -223,7 +223,8 @@ int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
   constexpr bool kResidualOnly = kOutput == Output::kStreams;
   const int packs = b.width / kPack;
   int threads = kMinThreads, blocks = (packs + threads - 1) / threads;
-  if (!kResidualOnly && packs > ClusterSum::kMaxBlocks * kMaxThreads) return DSPARK_BAD_SHAPE;
+  // A norm is summed in one cluster; of several ranks, all blocks of a row must be on the device at once.
+  if ((!kResidualOnly || kRanks > 1) && packs > ClusterSum::kMaxBlocks * kMaxThreads) return DSPARK_BAD_SHAPE;
   if (!kResidualOnly && device_major() >= 9) {
     for (; blocks > ClusterSum::kMaxBlocks; blocks = (packs + threads - 1) / threads) threads *= 2;
   } else if (!kResidualOnly) {

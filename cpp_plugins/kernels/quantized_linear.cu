@@ -136,8 +136,8 @@ DSPARK_EXPORT int dspark_quantized_linear(const dspark_quantized_linear_params* 
       problem.rows = static_cast<int>(rest < kMaxRecordRows ? rest : kMaxRecordRows);
       problem.y = static_cast<T*>(p->y) + first * p->size_N;
       const T* x = static_cast<const T*>(p->x) + first * p->size_K;
-      const Quantization quantization{x, static_cast<unsigned char*>(p->workspace), problem.rows, problem.channels,
-                                      p->block, false, 1.0f};
+      const Quantization quantization{
+          x, static_cast<unsigned char*>(p->workspace), problem.rows, problem.channels, p->block, false, 1.0f};
       int status = launch_quantization<T>(quantization, stream);
       if (status) return status;
       status = p->block == 32 ? choose_tiles<32>(problem, limits.shared_bytes, stream)

@@ -230,8 +230,13 @@ int run(const dspark_routed_experts_params* p, int64_t first, int rows, const De
   routing.choices = choices;
   routing.experts = experts;
   routing.max_work = max_work;
-  const Quantization quantization{static_cast<const T*>(p->x) + first * hidden, workspace + places.x_records, rows,
-                                  hidden, p->group, true, kFp4Factor};
+  const Quantization quantization{static_cast<const T*>(p->x) + first * hidden,
+                                  workspace + places.x_records,
+                                  rows,
+                                  hidden,
+                                  p->group,
+                                  true,
+                                  kFp4Factor};
   LaunchShape shape{dim3(experts + rows * quantize_blocks(hidden)), kQuantizeThreads};
   shape.shared_bytes = kRoutingShared;
   int status = launch(prepare_kernel<T>, shape, stream, routing, quantization);
@@ -254,8 +259,8 @@ int run(const dspark_routed_experts_params* p, int64_t first, int rows, const De
   status = launch_product<true>(expand, rows, max_work, limits.shared_bytes, stream);
   if (status) return status;
 
-  const Quantization again{workspace + places.inner, workspace + places.inner_records, choices, inner, p->group, true,
-                           kFp4Factor};
+  const Quantization again{
+      workspace + places.inner, workspace + places.inner_records, choices, inner, p->group, true, kFp4Factor};
   status = launch_quantization<T>(again, stream);
   if (status) return status;
 

@@ -130,9 +130,14 @@ class Product {
   // `shared` holds the rings of all warps, ring_bytes(groups) each.
   __device__ __forceinline__ Product(const WeightTile<kTiles>& tile, unsigned char* shared, int units, int warps,
                                      int groups)
-      : lane_(threadIdx.x % kWarp), warp_(threadIdx.x / kWarp), warps_(warps), slot_bytes_(slot_bytes(groups)),
-        valid_rows_(tile.valid_rows - lane_ / kParts), row_step_(static_cast<int64_t>(tile.row_bytes) * kRowsAtOnce),
-        ring_(shared + warp_ * kSlots * slot_bytes_), count_(units > warp_ ? (units - 1 - warp_) / warps + 1 : 0) {
+      : lane_(threadIdx.x % kWarp),
+        warp_(threadIdx.x / kWarp),
+        warps_(warps),
+        slot_bytes_(slot_bytes(groups)),
+        valid_rows_(tile.valid_rows - lane_ / kParts),
+        row_step_(static_cast<int64_t>(tile.row_bytes) * kRowsAtOnce),
+        ring_(shared + warp_ * kSlots * slot_bytes_),
+        count_(units > warp_ ? (units - 1 - warp_) / warps + 1 : 0) {
     const int piece = warp_ * Format::kUnitBytes + lane_ % kParts * 16;
     left_ = tile.row_bytes - piece;
 #pragma unroll
@@ -304,7 +309,7 @@ class Product {
         Format::load_half(slot + m * kTileRows * kPitch, half, lane_, codes);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          uint32_t(&operand)[4] = a[m][i / 4][i % 4 / 2];
+          uint32_t (&operand)[4] = a[m][i / 4][i % 4 / 2];
           widen(codes[i / 4][i % 4], operand[i % 2], operand[i % 2 + 2]);
         }
       }
@@ -327,7 +332,7 @@ class Product {
 #pragma unroll
           for (int m = 0; m < kTiles; ++m) {
             float fresh[4] = {};
-            float(&products)[4] = kWhole ? partial[kWhole ? m : 0][kWhole ? group : 0] : fresh;
+            float (&products)[4] = kWhole ? partial[kWhole ? m : 0][kWhole ? group : 0] : fresh;
 #pragma unroll
             for (int k = 0; k < 2; ++k)
               multiply_add<__half>(products, a[m][b][k][0], a[m][b][k][1], a[m][b][k][2], a[m][b][k][3], x[k][0],

@@ -25,8 +25,8 @@ constexpr TypeName kTypes[] = {
 #if DSPARK_PLUGIN_V3
     {DataType::kBF16, "bfloat16", DSPARK_BFLOAT16},
 #endif
-    {DataType::kHALF, "float16", DSPARK_FLOAT16}, {DataType::kFLOAT, "float32", DSPARK_FLOAT32},
-    {DataType::kINT32, "int32", kUnknown},        {DataType::kINT8, "int8", kUnknown},
+    {DataType::kHALF, "float16", DSPARK_FLOAT16},   {DataType::kFLOAT, "float32", DSPARK_FLOAT32},
+    {DataType::kINT32, "int32", kUnknown},          {DataType::kINT8, "int8", kUnknown},
 };
 
 const TypeName* find_type(DataType type) {
@@ -137,7 +137,8 @@ std::vector<PluginField> attribute_fields(const Op& op) {
 }
 
 TensorList::TensorList(const PluginTensorDesc* in, int num_inputs, const PluginTensorDesc* out, int num_outputs)
-    : inputs(num_inputs), tensors(in, in + num_inputs) {
+    : inputs(num_inputs),
+      tensors(in, in + num_inputs) {
   tensors.insert(tensors.end(), out, out + num_outputs);
 }
 
@@ -152,7 +153,9 @@ TensorList::TensorList(const DynamicPluginTensorDesc* in, int num_inputs, const 
 }
 
 OpInstance::OpInstance(const Op& op, const char* layer, const PluginField* fields, int count, Phase phase)
-    : op_(&op), layer_(layer ? layer : ""), phase_(phase) {
+    : op_(&op),
+      layer_(layer ? layer : ""),
+      phase_(phase) {
   read_attributes(fields, count);
   const auto add_present = [&](const std::vector<Tensor>& specs) {
     for (const Tensor& spec : specs) {
@@ -166,7 +169,7 @@ OpInstance::OpInstance(const Op& op, const char* layer, const PluginField* field
   for (const Tensor* spec : tensors_) {
     if (spec->dtype != Dtype::kInt8) continue;
     throw Refusal(named(declared(*spec, params_) + " carries bytes, which TensorRT 8 takes for quantized numbers and "
-                        "may rescale; use dequantized numerics, or TensorRT 10 and up"));
+                                                   "may rescale; use dequantized numerics, or TensorRT 10 and up"));
   }
 #endif
 }
@@ -184,8 +187,8 @@ void OpInstance::read_attributes(const PluginField* fields, int count) {
     const bool readable = is_one(field, PluginFieldType::kINT32);
     const std::string theirs = readable ? std::to_string(*static_cast<const int32_t*>(field.data)) : "of no number";
     if (theirs != ours) {
-      throw Refusal(named("the plan was built with plugin ABI " + theirs + ", this library has " + ours +
-                          "; build it again"));
+      throw Refusal(
+          named("the plan was built with plugin ABI " + theirs + ", this library has " + ours + "; build it again"));
     }
   }
   if (dspark_plugin_abi && dspark_plugin_abi() != DSPARK_PLUGIN_ABI) {
@@ -242,14 +245,16 @@ std::string OpInstance::kernel_refusal(int status, const Params& params) const {
   text += known(tensors_, params);
   for (const Field& field : op_->fields) {
     const bool is_float = field.kind == Kind::kFloat;
-    text += std::string(", ") + field.name + " = " + (is_float ? std::to_string(params.get<float>(field.offset))
-                                                               : std::to_string(params.get<int32_t>(field.offset)));
+    text += std::string(", ") + field.name + " = " +
+            (is_float ? std::to_string(params.get<float>(field.offset))
+                      : std::to_string(params.get<int32_t>(field.offset)));
   }
   return named(text);
 }
 
 // Reads activation type, if the attributes don't tell it, and sizes from the tensors into the parameters, and returns
-// where tensors contradict the declaration or each other. Not `whole`: later tensors may be absent and dynamic sizes unknown.
+// where tensors contradict the declaration or each other. Not `whole`: later tensors may be absent and dynamic sizes
+// unknown.
 std::string OpInstance::bind(const TensorList& list, bool whole, Params* params) const {
   if (list.inputs != num_inputs_) {
     return std::to_string(list.inputs) + " inputs, expected " + std::to_string(num_inputs_);
@@ -389,7 +394,8 @@ void OpInstance::enqueue(const PluginTensorDesc* input_descs, const PluginTensor
     if (spec.alias < 0 || inputs[spec.alias] == outputs[i]) continue;
     const Tensor& source = op_->inputs[spec.alias];
     if (phase_ == Phase::kRuntime) {
-      throw Refusal(named(std::string(source.name) + " and " + spec.name + " have different addresses, expected one, "
+      throw Refusal(named(std::string(source.name) + " and " + spec.name +
+                          " have different addresses, expected one, "
                           "as it is updated in place; bind one address to both names"));
     }
     params.set(source.offset, outputs[i]);  // timed in place on whatever memory TensorRT gives

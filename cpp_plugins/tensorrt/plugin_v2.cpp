@@ -55,9 +55,8 @@ class Plugin final : public IPluginV2DynamicExt {
   }
   int32_t enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* output_descs, const void* const* inputs,
                   void* const* outputs, void* workspace, cudaStream_t stream) noexcept override {
-    return guarded(-1, [&] {
-      return instance_.enqueue(input_descs, output_descs, inputs, outputs, workspace, stream), 0;
-    });
+    return guarded(-1,
+                   [&] { return instance_.enqueue(input_descs, output_descs, inputs, outputs, workspace, stream), 0; });
   }
 
   // A plan holds the fields' values, four bytes each.
@@ -88,9 +87,8 @@ class OpCreator final : public IPluginCreator {
   void setPluginNamespace(const char*) noexcept override {}
   const PluginFieldCollection* getFieldNames() noexcept override { return &collection_; }
   IPluginV2* createPlugin(const char* layer, const PluginFieldCollection* fields) noexcept override {
-    return guarded(static_cast<Plugin*>(nullptr), [&] {
-      return new Plugin({op_, layer, fields->fields, fields->nbFields, Phase::kBuild});
-    });
+    return guarded(static_cast<Plugin*>(nullptr),
+                   [&] { return new Plugin({op_, layer, fields->fields, fields->nbFields, Phase::kBuild}); });
   }
   IPluginV2* deserializePlugin(const char* layer, const void* data, size_t bytes) noexcept override {
     return guarded(static_cast<Plugin*>(nullptr), [&] {

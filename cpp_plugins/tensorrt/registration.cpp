@@ -71,8 +71,8 @@ bool register_creators() {
       }
     }
     if (!refused.empty()) {
-      log(Severity::kERROR, std::string(library) + " has creators in namespace " + kNamespace +
-                                " already, which stay, of" + refused);
+      log(Severity::kERROR,
+          std::string(library) + " has creators in namespace " + kNamespace + " already, which stay, of" + refused);
     }
   }
   if (registries.empty()) {

@@ -347,3 +347,4 @@ def test_refusals(seed: int) -> None:
         refused(one, pointer, partial=0)
     refused(boundary, pointer, norm_weight=0)
     refused(boundary, shape, sizes={"H": 32768 + 8})
+    refused(residual, shape, tp_size=2, sizes={"P": 2, "H": 32768 + 8}, mailbox=256)
