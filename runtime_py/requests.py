@@ -133,6 +133,10 @@ class Statistics:
             self.accepted_per_position[i] += i < accepted
 
 
+_UNSURE_CHARACTERS = 8
+"""Of a text that begins amid an output: bytes of a character that began before, a space that a beginning drops."""
+
+
 @dataclass(eq=False)
 class Request:
     """A request that holds a cache slot.
@@ -163,6 +167,10 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def text(self) -> str | None:
         """The output up to the first stop string."""
         if self.detokenize is None:
@@ -179,10 +187,29 @@ class Request:
                 return kept, FinishReason.STOP
             self.tokens.append(token)
             kept.append(token)
-            if self.params.stop and self.detokenize:
-                text = self.detokenize(self.output)
-                if any(stop in text for stop in self.params.stop):
-                    return kept, FinishReason.STOP
-            if len(self.output) == self.params.max_tokens:
+            if self._ends_stop_string():
+                return kept, FinishReason.STOP
+            if self.output_length == self.params.max_tokens:
                 return kept, FinishReason.LENGTH
         return kept, None
+
+    def _ends_stop_string(self) -> bool:
+        """Whether the output holds a stop string, given that it held none before its last token.
+
+        Such a string reaches into the last token's text, so the text of the last few tokens tells, whatever the length
+        of the output. Only where it says yes all of the output is asked: tokens may read otherwise where a text begins.
+        """
+        stops, detokenize = self.params.stop, self.detokenize
+        if not stops or detokenize is None:
+            return False
+        reach = max(map(len, stops)) + _UNSURE_CHARACTERS
+        count = reach + 1
+        while count < self.output_length and len(detokenize(self.tokens[-count:-1])) < reach:
+            count *= 2
+
+        def found(text: str) -> bool:
+            return any(stop in text for stop in stops)
+
+        if count < self.output_length and not found(detokenize(self.tokens[-count:])):
+            return False
+        return found(detokenize(self.output))

@@ -1,5 +1,5 @@
 // MarkovSampling: the sequential loop of a draft (plugins/markov_sampling.py) as one persistent kernel, see
-// markov_kernel.cuh.
+// markov_kernel.cuh; supported_sizes() in markov_launch.cuh has the sizes that it takes.
 #include "markov_launch.cuh"
 
 DSPARK_EXPORT size_t dspark_markov_sampling_workspace(const dspark_markov_sampling_params* p) {

@@ -19,6 +19,8 @@ from dspark_trt.runtime_py.verification import (
     Verifier,
     verify_greedy,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.fakes import Tables, request, table_decoder
 
@@ -246,6 +248,70 @@ def test_stop_strings_across_tokens() -> None:
     assert spelled == ([([*text[:2]], None), ([text[2]], stop)], "a")
     both = SamplingParams(stop=["c", "abc"])
     assert run([[0, 1]], pairs, both) == ([([0, 1], stop)], "")
+
+
+def spell_bytes(ids: Sequence[int]) -> str:
+    """Two bytes of "é" as tokens of their own, tokens of no text, of one and of several letters."""
+    return b"".join((b"a", b"b", b"\xc3", b"\xa9", b"", b"abba ab")[i] for i in ids).decode(errors="replace")
+
+
+def spell_words(ids: Sequence[int]) -> str:
+    """A space before each word, which the beginning of a text drops, and a long run of spaces."""
+    return "".join((" a", " b", "", "b", "a", " " * 20)[i] for i in ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("detokenize", [spell_bytes, spell_words])
+@settings(max_examples=600)
+@given(data=st.data())
+def test_stop_strings_are_found_where_the_whole_text_has_them(
+    detokenize: Callable[[Sequence[int]], str], data: st.DataObject
+) -> None:
+    """Runs of tokens, and stop strings out of their text, so that some come late."""
+    runs = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=12))
+    outputs = [token for token, times in runs for _ in range(times)]
+    text = detokenize(outputs) or "a"
+    places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 40))
+    stops = [text[start : start + size] for start, size in data.draw(st.lists(places, min_size=1, max_size=2))]
+    state = request([0], [], SamplingParams(max_tokens=len(outputs), stop=stops))
+    state.detokenize = detokenize
+    ends = (n for n in range(1, len(outputs) + 1) if any(stop in detokenize(outputs[:n]) for stop in stops))
+    first = next(ends, None)
+    wanted = (outputs, FinishReason.LENGTH) if first is None else (outputs[:first], FinishReason.STOP)
+    assert state.extend(outputs) == wanted
+
+
+@pytest.mark.parametrize(
+    ("detokenize", "outputs", "stop"),
+    [
+        pytest.param(spell_words, [3] * 50 + [2] * 60 + [5], "bbb  ", id="behind tokens of no text"),
+        pytest.param(
+            lambda ids: bytes(ids).decode(errors="replace"),
+            list("abcdefghijklmnop\N{GRINNING FACE}x".encode()),
+            "\N{GRINNING FACE}x",
+            id="a character of four tokens",
+        ),
+    ],
+)
+def test_stop_strings_reach_far_back(detokenize: Callable[[Sequence[int]], str], outputs: list[int], stop: str) -> None:
+    state = request([0], [], SamplingParams(max_tokens=len(outputs), stop=[stop]))
+    state.detokenize = detokenize
+    assert state.extend(outputs) == (outputs, FinishReason.STOP)
+
+
+def test_a_stop_string_costs_a_token_the_same_however_long_the_output_is() -> None:
+    """Every token asks for the text of a few tokens, not of all."""
+    decoded = Counter[str]()
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded["tokens"] += len(ids)
+        return "a" * len(ids)
+
+    state = request([0], [], SamplingParams(max_tokens=5000, stop=["stop"]))
+    state.detokenize = decode
+    state.extend([1] * 1000)
+    before = decoded["tokens"]
+    state.extend([1] * 1000)
+    assert decoded["tokens"] - before < 1000 * 40
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
