@@ -89,15 +89,21 @@ def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] |
 
 @contextmanager
 def watched(communicator: Communicator, *, timeout_s: float, debug: bool) -> Iterator[Progress]:
-    """Around a rank's work: a failure ends the whole job, and so does an operation of more than ``timeout_s`` seconds.
+    """Around a rank's work: a failure ends the whole job, and so do ``timeout_s`` seconds in which it does not go on.
 
     Yields what is to be told about operations. ``debug`` shows tracebacks.
     """
-    with fail_together(communicator, refusals=REFUSALS, debug=debug):
+    watchdog: Watchdog | None = None
+
+    def where() -> str | None:
+        return watchdog.failed_in if watchdog else None
+
+    with fail_together(communicator, refusals=REFUSALS, where=where, debug=debug):
         if not 0 < timeout_s < math.inf:
             raise RequestError(
                 f"--timeout is {timeout_s}, expected a number of seconds above 0; leave it out for "
                 f"{DEFAULT_TIMEOUT_S:g}"
             )
-        with Watchdog(communicator.rank, communicator.abort, timeout_s=timeout_s) as progress:
-            yield progress
+        watchdog = Watchdog(communicator.rank, communicator.abort, timeout_s=timeout_s)
+        with watchdog, watchdog.operation("the job"):
+            yield watchdog

@@ -35,7 +35,7 @@ from _decoding import METHODS
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
 from dspark_trt.runtime_py.backend import Backend, choose_executor
-from dspark_trt.runtime_py.communicator import Communicator
+from dspark_trt.runtime_py.communicator import Communicator, check_alike
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
@@ -75,7 +75,8 @@ class Options:
     device: DeviceChoice = "auto"
     """auto is a GPU of its own for every rank where there are enough."""
     timeout: float = DEFAULT_TIMEOUT_S
-    """Seconds after which a prefill, a step or loading is taken for stuck; the job ends then."""
+    """Seconds after which a prefill, a step, a capture or loading (which has more, by the size of its file) is taken
+    for stuck; the job ends then."""
     debug: bool = False
     """Show tracebacks."""
 
@@ -137,6 +138,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     prompts_file = options.prompts_file or Path(__file__).with_name("prompts.txt")
     prompts = [text.encode(prompt) for prompt in read_prompts(prompts_file)]
     params = {t: sampling(options, t, len(prompts)) for t in options.temperatures}
+    check_alike(communicator, device=options.device, backend=options.backend)
     place, rows = rank_device(communicator, options.device), []
     executor = choose_executor(directory, communicator, place, options.backend)
     console.print(f"executor: {executor}; ranks: {communicator.size}")

@@ -30,7 +30,7 @@ from _common import Text, device_name, import_pyplot, open_job, read_prompts, wa
 from _decoding import METHODS, SamplingFlags, VerificationFlags
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
-from dspark_trt.runtime_py.communicator import Communicator
+from dspark_trt.runtime_py.communicator import Communicator, check_alike
 from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
@@ -69,7 +69,8 @@ class Options:
     device: DeviceChoice = "auto"
     """auto is a GPU of its own for every rank where there are enough."""
     timeout: float = DEFAULT_TIMEOUT_S
-    """Seconds after which a prefill, a step or loading is taken for stuck; the job ends then."""
+    """Seconds after which a prefill, a step, a capture or loading (which has more, by the size of its file) is taken
+    for stuck; the job ends then."""
     check_lockstep: bool = False
     """Compare the ranks' decisions at every step of the host, not only take rank 0's; steps on GPUs always do so."""
     stream: bool = False
@@ -126,6 +127,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         raise RequestError("; ".join(problems))
     make_scheduler = options.verification.scheduler_maker(block)
     pyplot = import_pyplot() if options.plot else None
+    check_alike(communicator, device=options.device, backend=options.backend)
     place = rank_device(communicator, options.device)
     executor = choose_executor(directory, communicator, place, options.backend)
     console.print(f"executor: {executor}; ranks: {communicator.size}")

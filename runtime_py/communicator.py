@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -155,9 +155,29 @@ def connect(tp_size: int, command: str = "python ...") -> Communicator:
     return communicator
 
 
+def check_alike(communicator: Communicator, **options: object) -> None:
+    """Raise on every rank if ranks have different options: steps of other kinds would wait for each other in vain.
+
+    Raises:
+        LaunchError: naming the options and what each rank has.
+    """
+    everyone = communicator.all_gather_object(options)
+    problems = [
+        f"{name}: {', '.join(f'rank {rank} {found[name]}' for rank, found in enumerate(everyone))}"
+        for name in options
+        if any(found[name] != everyone[0][name] for found in everyone)
+    ]
+    if problems:
+        raise LaunchError(f"ranks were started with different options, give every rank the same. {'; '.join(problems)}")
+
+
 @contextmanager
 def fail_together(
-    communicator: Communicator, *, refusals: tuple[type[Exception], ...] = (), debug: bool = False
+    communicator: Communicator,
+    *,
+    refusals: tuple[type[Exception], ...] = (),
+    where: Callable[[], str | None] = lambda: None,
+    debug: bool = False,
 ) -> Iterator[None]:
     """End the whole job when this rank fails: the others would wait for it in a collective for ever.
 
@@ -166,11 +186,15 @@ def fail_together(
 
     Args:
         refusals: errors of what was asked for. They end the job with exit status 2, every other with 1.
+        where: what the rank was doing when it failed, for the line that says so; of a refusal that does not matter.
     """
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:  # every way to fail must end the other ranks too
         if debug or not type(error).__module__.startswith("dspark_trt."):
             traceback.print_exc()
-        print(f"rank {communicator.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        communicator.abort(2 if isinstance(error, refusals) else 1)
+        refused = isinstance(error, refusals)
+        place = None if refused else where()
+        told = f"{type(error).__name__}: {error}" + (f" [in {place}]" if place else "")
+        print(f"rank {communicator.rank}: {told}", file=sys.stderr, flush=True)
+        communicator.abort(2 if refused else 1)

@@ -48,8 +48,10 @@ class GraphPool:
             ):
                 call()
         except Exception as error:
-            # Ending a broken capture raises again; the first error is the one that says why.
-            cause = error.__context__ or error
+            # Joining streams and ending a broken capture raise again; the first error is the one that says why.
+            cause: BaseException = error
+            while cause.__context__ and not cause.__suppress_context__:
+                cause = cause.__context__
             raise GraphError(
                 f"{name} can't be captured in a CUDA graph: {cause}; if it runs outside of a capture, leave its size "
                 "out of --request-counts"

@@ -151,7 +151,8 @@ class Decoder:
         """Give back what the decoder holds outside of torch; every rank calls it."""
         # Graphs first: NCCL waits for those that hold its work.
         self.interleaver = None
-        self._execution.close()
+        with self._execution.progress.operation("giving back of what the ranks share"):
+            self._execution.close()
 
     def __enter__(self) -> Decoder:
         return self
@@ -189,11 +190,13 @@ class Decoder:
         emit: OnTokens,
     ) -> tuple[list[Completion], Statistics]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        self._check_ranks(prompts, each)
-        self._check(prompts, each)
+        with self._execution.progress.operation("comparison of the ranks' prompts"):
+            self._check_ranks(prompts, each)
+            self._check(prompts, each)
+            seeds = self._seeds(each)
         started = time.perf_counter()
         stats = Statistics(proposed_per_position=[0] * self._drafted, accepted_per_position=[0] * self._drafted)
-        waiting = deque(enumerate(zip(prompts, each, self._seeds(each), strict=True)))
+        waiting = deque(enumerate(zip(prompts, each, seeds, strict=True)))
         free = list(range(self._build.max_batch_size))
         active: list[Request] = []
         done: dict[int, Completion] = {}

@@ -191,13 +191,13 @@ class Interleaver:
 
     def _captured(self, parts: Parts, what: str, pool: GraphPool) -> Parts:
         self._placed = None
-        parts.step.place([])
-        # Target and draft together, as they will run: each has its first run behind the other's.
-        for _ in range(WARM_UP_RUNS):
-            parts.decide()
-            if parts.draft:
-                parts.draft()
         with self._progress.operation(f"capture of {what}"):
+            parts.step.place([])
+            # Target and draft together, as they will run: each has its first run behind the other's.
+            for _ in range(WARM_UP_RUNS):
+                parts.decide()
+                if parts.draft:
+                    parts.draft()
             decide = pool.capture(parts.decide, f"target and verification of {what}")
             draft = pool.capture(parts.draft, f"draft of {what}") if parts.draft else None
         return replace(parts, decide=decide, draft=draft)

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from ..builder.checkpoint import rank_file_name
 from ..builder.engine import Kind
-from ..builder.engine_dir import WEIGHTS, EngineDir
+from ..builder.engine_dir import WEIGHTS, EngineDir, engine_file_name
 from ..builder.model.draft import DraftModel
 from ..builder.network import load_network
 from ..plugins.markov_sampling import Sampler
 from .backend import Backend, choose_executor
 from .boundary import FUSED_MHC_MAX_ROWS
-from .communicator import Communicator, LaunchError, connect
+from .communicator import Communicator, check_alike, connect
 from .decoder import Decoder, Detokenize, Execution
 from .device import DeviceChoice, Platform, open_engine_platform, open_platform, rank_device
 from .interleaving import low_batch_problem
@@ -29,6 +30,9 @@ from .verification import Verifier
 from .watchdog import Progress
 
 logger = logging.getLogger(__name__)
+
+LOADING_BYTES_PER_SECOND = 50e6
+"""What the slowest disk that is worth waiting for reads."""
 
 
 def open_decoder(
@@ -86,38 +90,51 @@ def open_decoder(
             f"{engine_dir}: built without --sampling, its drafts are greedy and ask no sampler; build it again with "
             "--sampling, or leave the sampler out"
         )
-    _check_alike(communicator, speculative=speculative, request_counts=request_counts and tuple(request_counts))
+    _check_counts(request_counts or (), directory.build.max_batch_size)
     verifier = verifier or Verifier()
     if sampler:
         verifier = dataclasses.replace(verifier, sampler=sampler)
     told = progress or Progress()
-    place = rank_device(communicator, device)
-    api = choose_executor(directory, communicator, place, backend).api
+    with told.operation("agreement of the ranks on what executes"):
+        check_alike(
+            communicator,
+            speculative=speculative,
+            request_counts=request_counts and tuple(request_counts),
+            device=device,
+            backend=backend,
+            check_lockstep=check_lockstep,
+            online_acceptance=online_acceptance,
+            verification=type(verifier.method).__name__,
+        )
+        place = rank_device(communicator, device)
+        api = choose_executor(directory, communicator, place, backend).api
     if sampler and api:
         raise RequestError(f"{engine_dir}: engines choose drafts themselves and ask no sampler; pass --backend torch")
     platform, stream = Platform(place), None
     if place.type == "cuda":
-        told.enqueued("connection of the ranks' GPUs")
-        if api:
-            platform = open_engine_platform(directory, communicator, place, peer_timeout_s=peer_timeout_s)
-        else:
-            platform = open_platform(
-                directory, communicator, place, side_stream=side_stream, peer_timeout_s=peer_timeout_s
-            )
-        stream = torch.cuda.Stream(place)
+        with told.operation("connection of the ranks' GPUs"):
+            timeout = {"peer_timeout_s": peer_timeout_s}
+            if api:
+                platform = open_engine_platform(directory, communicator, place, **timeout)
+            else:
+                platform = open_platform(directory, communicator, place, side_stream=side_stream, **timeout)
+            stream = torch.cuda.Stream(place)
     rows = directory.draft.block_size + 1
     if communicator.size > 1 and communicator.rank == 0 and (problem := low_batch_problem(request_counts or (), rows)):
         logger.warning("%s", problem)
     peers = platform.mailbox
 
     def session(kind: Kind) -> Session:
-        mailbox = peers.tensor if peers else None
+        mailbox, rank = peers.tensor if peers else None, mapping.tp_rank
         if api:
-            told.enqueued(f"loading of the {kind}'s engine")
-            return open_session(directory, kind, mapping.tp_rank, api, world_size=communicator.size, mailbox=mailbox)
-        told.enqueued(f"loading of the {kind}'s weights")
-        shards, rank = directory.path / WEIGHTS, mapping.tp_rank
-        network = load_network(kind, shards, rank, directory.build, online_acceptance=online_acceptance).to(place)
+            with told.operation(
+                f"loading of the {kind}'s engine",
+                extra_s=loading_seconds(directory.path / engine_file_name(kind, rank)),
+            ):
+                return open_session(directory, kind, rank, api, world_size=communicator.size, mailbox=mailbox)
+        shards = directory.path / WEIGHTS
+        with told.operation(f"loading of the {kind}'s weights", extra_s=loading_seconds(shards / rank_file_name(rank))):
+            network = load_network(kind, shards, rank, directory.build, online_acceptance=online_acceptance).to(place)
         if sampler and isinstance(network.model, DraftModel):
             network.model.sampler = sampler
         return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope, group=platform.group)
@@ -152,6 +169,11 @@ def open_decoder(
     return decoder
 
 
+def loading_seconds(file: Path) -> float:
+    """How much longer than other operations the loading of a file may take."""
+    return file.stat().st_size / LOADING_BYTES_PER_SECOND
+
+
 def detokenizer(directory: Path) -> Detokenize | None:
     """What turns output into text, if the directory has a tokenizer."""
     if not (file := directory / "tokenizer.json").is_file():
@@ -160,13 +182,9 @@ def detokenizer(directory: Path) -> Detokenize | None:
     return lambda ids: str(tokenizer.decode(list(ids)))
 
 
-def _check_alike(communicator: Communicator, **options: object) -> None:
-    """Raise LaunchError on every rank if options differ: other steps than a peer's wait for it in vain."""
-    everyone = communicator.all_gather_object(options)
-    problems = [
-        f"{name}: {', '.join(f'rank {rank} {found[name]}' for rank, found in enumerate(everyone))}"
-        for name in options
-        if any(found[name] != everyone[0][name] for found in everyone)
-    ]
-    if problems:
-        raise LaunchError(f"ranks were started with different options, give every rank the same. {'; '.join(problems)}")
+def _check_counts(counts: Sequence[int], largest: int) -> None:
+    if bad := [count for count in counts if not 1 <= count <= largest]:
+        raise RequestError(
+            f"--request-counts has {', '.join(map(str, bad))}, expected counts from 1 to {largest}, these engines' "
+            "--max-batch-size; leave the option out for powers of two"
+        )

@@ -28,8 +28,12 @@ class Progress:
     """What a decoder tells about its work, to nobody; :class:`Watchdog` listens."""
 
     @contextmanager
-    def operation(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Something that must end within ``timeout_s``; may contain others, of which the innermost counts."""
+    def operation(self, name: str, *, extra_s: float = 0.0) -> Iterator[None]:
+        """Something that must end in time; may contain others, of which the innermost counts.
+
+        Args:
+            extra_s: seconds that it may take beyond those that every operation may take.
+        """
         yield
 
     def enqueued(self, name: str) -> None:
@@ -42,7 +46,7 @@ class Watchdog(Progress):
     Args:
         rank: named in the message.
         abort: ends all ranks; called on the watchdog's own thread.
-        timeout_s: how long an operation may take that does not say otherwise.
+        timeout_s: how long an operation may take, and one that contains others, between two of them.
 
     Raises:
         WatchdogError: ``timeout_s`` is not above 0.
@@ -64,9 +68,11 @@ class Watchdog(Progress):
         self._rank, self._abort, self._timeout_s, self._grace_s = rank, abort, timeout_s, grace_s
         self._output = output
         self._changed = threading.Condition()
-        # What runs now, innermost last: name, when it started, when its time is up.
+        # What runs now, innermost last: name, since when it has not gone on, how long it may not.
         self._running: list[tuple[str, float, float]] = []
         self._last = "nothing"
+        self.failed_in: str | None = None
+        """The innermost operation that an error ended, with what it enqueued last."""
         self._ended = False
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
 
@@ -81,20 +87,22 @@ class Watchdog(Progress):
         self._thread.join()
 
     @contextmanager
-    def operation(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
-        now = time.monotonic()
+    def operation(self, name: str, *, extra_s: float = 0.0) -> Iterator[None]:
         with self._changed:
-            self._running.append((name, now, now + (timeout_s or self._timeout_s)))
+            self._running.append((name, time.monotonic(), self._timeout_s + extra_s))
             self._last = name
             self._changed.notify()
         try:
             yield
+        except BaseException:
+            self.failed_in = self.failed_in or f"{name}; last enqueued: {self._last}"
+            raise
         finally:
             with self._changed:
                 self._running.pop()
                 if self._running:  # the outer one goes on, with its whole time
-                    outer, started, _ = self._running[-1]
-                    self._running[-1] = (outer, started, time.monotonic() + self._timeout_s)
+                    outer, _, allowed = self._running[-1]
+                    self._running[-1] = (outer, time.monotonic(), allowed)
                 self._changed.notify()
 
     def enqueued(self, name: str) -> None:
@@ -107,15 +115,15 @@ class Watchdog(Progress):
                 if not self._running:
                     self._changed.wait()
                     continue
-                name, started, deadline = self._running[-1]
-                if now < deadline:
-                    self._changed.wait(deadline - now)
+                name, since, allowed = self._running[-1]
+                if now < since + allowed:
+                    self._changed.wait(since + allowed - now)
                     continue
                 break
             else:
                 return
             message = (
-                f"rank {self._rank}: {name} has not ended after {now - started:.0f} s; last enqueued: {self._last}. "
+                f"rank {self._rank}: {name} has not gone on for {now - since:.0f} s; last enqueued: {self._last}. "
                 "Another rank ended or does something else, or the time is too short (--timeout); ending the job"
             )
         print(message, file=self._output or sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,3 +58,9 @@ def run_job(ranks: int | None, *arguments: str | Path, timeout: float = 180) -> 
 def run_example(ranks: int | None, engines: Path, *arguments: str | Path, timeout: float = 180) -> Job:
     """Run ``examples/run.py`` on an engine directory."""
     return run_job(ranks, EXAMPLES / "run.py", "--engine-dir", engines, *arguments, timeout=timeout)
+
+
+def error_lines(text: str) -> list[str]:
+    """What the program itself said on stderr, without the launcher's own remarks."""
+    # The launcher writes at the same time, and may leave a blank in front of a rank's line.
+    return [line.strip() for line in text.splitlines() if re.match(r"\s*(error: |rank \d+: )", line)]

@@ -1,4 +1,4 @@
-"""examples/run.py as a job: text on one and two ranks, wrong launches, ranks that fail."""
+"""examples/run.py as a job: text on one and two ranks, wrong launches, requests that are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, FinishReason
 from dspark_trt.runtime_py.verification import Verdict
 
-from tests.example_scripts import EXAMPLES, load_example
-from tests.mpi_jobs import run_example, run_job
+from tests.example_scripts import load_example
+from tests.mpi_jobs import error_lines, run_example, run_job
 
 Engines = Callable[[int], Path]
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
@@ -33,19 +32,11 @@ PROMPTS = (
     "Norland Park, in the centre of their property, where,",
 )
 """One more than the engines have cache slots."""
-ENDS_WITHIN = 30.0
-"""Seconds from a failure to the end of the job; MPI's own teardown takes one or two on an idle machine."""
 
 
 def write_prompts(path: Path, *prompts: str) -> Path:
     path.write_text("\n".join(prompts) + "\n")
     return path
-
-
-def error_lines(text: str) -> list[str]:
-    """What the program itself said on stderr, without the launcher's own remarks."""
-    # The launcher writes at the same time, and may leave a blank in front of a rank's line.
-    return [line.strip() for line in text.splitlines() if re.match(r"\s*(error: |rank \d+: )", line)]
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -331,64 +322,3 @@ def test_engines_without_a_tokenizer(engines: Engines, tmp_path: Path, capsys: p
         load_example("run").main(["--engine-dir", str(copy), "--prompt", "It"])
     assert "RequestError" in (printed := capsys.readouterr().err)
     assert "tokenizer.json: not found" in printed
-
-
-# ---------------------------------------------------------------------------------- ranks that fail
-
-FAILING = """
-import os, signal, sys, time
-sys.path.insert(0, {examples!r})
-import run
-from dspark_trt.builder.checkpoint import CheckpointError
-from dspark_trt.runtime_py import opening, verification
-from dspark_trt.runtime_py.communicator import MpiCommunicator
-
-where, directory = sys.argv[1:]
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-load, verify, steps = opening.load_network, verification.verify_greedy, 0
-
-def fail(error):
-    print(f"failing at {{time.time()}}", flush=True)
-    if error is None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise error
-
-def failing_load(kind, *rest, **options):
-    if kind == "draft" and where == "load":
-        fail(CheckpointError("the disk went away while loading"))
-    return load(kind, *rest, **options)
-
-def failing_verify(drafts, logits):
-    global steps
-    steps += drafts.shape[1] > 0
-    if steps == 3:
-        fail(RuntimeError("the third step failed") if where == "step" else None)
-    return verify(drafts, logits)
-
-if rank == 1:
-    opening.load_network = failing_load
-    if where != "load":
-        verification.verify_greedy = failing_verify
-sys.exit(run.main(["--engine-dir", directory, "--prompt", "It was", "--max-output-len", "64"]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("load", "rank 1: CheckpointError: the disk went away while loading"),
-        ("step", "rank 1: RuntimeError: the third step failed"),
-        ("kill", None),
-    ],
-)
-def test_a_rank_that_fails_ends_the_job(engines: Engines, tmp_path: Path, where: str, message: str | None) -> None:
-    """TP-11: the other rank, waiting in a collective, ends within seconds; the error names the rank."""
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(examples=str(EXAMPLES)))
-    job = run_job(2, script, where, engines(2))
-    assert job.status == 1 if where != "kill" else job.status != 0
-    failed_at = float(re.search(r"failing at ([\d.]+)", job.out)[1])  # type: ignore[index]
-    assert time.time() - failed_at < ENDS_WITHIN
-    if message:
-        assert message in error_lines(job.err), job.err
-    assert ("Traceback" in job.err) == (where == "step"), "a surprise shows where it happened"

@@ -16,6 +16,7 @@ from dspark_trt.runtime_py.communicator import Communicator, LaunchError, Single
 from dspark_trt.runtime_py.device import Platform, open_engine_platform, open_platform
 from dspark_trt.runtime_py.mailbox import MailboxError
 from dspark_trt.runtime_py.opening import open_decoder
+from dspark_trt.runtime_py.requests import RequestError
 from torch import Tensor
 
 from tests.placeholder_engines import make_engines
@@ -180,7 +181,7 @@ def test_counts_too_large_for_fused_boundaries_are_told_at_the_start(
     counts: tuple[int, ...] | None, said: bool, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By rank 0 alone, with the count to add."""
-    directory = engines(root).path
+    directory = engines(root, max_batch_size=64).path
 
     def opened(communicator: Communicator) -> None:
         open_decoder(directory, communicator=communicator, device="cpu", request_counts=counts).close()
@@ -213,6 +214,36 @@ def test_ranks_with_other_options_are_refused_together(root: Path) -> None:
             "give every rank the same. speculative: rank 0 False, rank 1 True; request_counts: rank 0 (1, 4), "
             in str(found)
         )
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("device", ("cpu", "auto")), ("backend", ("torch", "auto")), ("check_lockstep", (False, True))],
+)
+def test_ranks_that_would_ask_each_other_for_other_things_are_refused(
+    root: Path, option: str, values: tuple[object, object]
+) -> None:
+    """TP-5: before the first of them asks."""
+    directory = engines(root).path
+
+    def opened(communicator: Communicator) -> None:
+        options: dict[str, Any] = {"device": "cpu", option: values[communicator.rank]}
+        open_decoder(directory, communicator=communicator, **options)
+
+    for found in outcomes(2, opened, timeout_s=20):
+        assert isinstance(found, LaunchError)
+        assert f"{option}: rank 0 {values[0]}, rank 1 {values[1]}" in str(found)
+
+
+@pytest.mark.parametrize("counts", [(0,), (2, -1), (1, 1000)])
+def test_request_counts_that_no_batch_has_are_refused(root: Path, counts: tuple[int, ...]) -> None:
+    directory = engines(root, 1)
+    wrong = [count for count in counts if not 1 <= count <= directory.build.max_batch_size]
+    said = (
+        f"--request-counts has {wrong[0]}, expected counts from 1 to {directory.build.max_batch_size}, these engines'"
+    )
+    with pytest.raises(RequestError, match=said):
+        open_decoder(directory.path, device="cpu", request_counts=counts)
 
 
 def test_engines_have_the_mailbox_or_nothing(root: Path, gpus: dict[str, Any]) -> None:

@@ -67,6 +67,15 @@ def test_a_failing_rank_ends_the_job(error: BaseException, capsys: pytest.Captur
     assert ("Traceback" in printed) == (not isinstance(error, LaunchError))
 
 
+def test_what_a_rank_was_doing_is_told_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """TP-11; of a refusal it does not matter."""
+    for refusals in ((), (RuntimeError,)):
+        with fail_together(Recorder(), refusals=refusals, where=lambda: "step 7"):
+            raise RuntimeError("lost device")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rank 1: ")]
+    assert said == ["rank 1: RuntimeError: lost device [in step 7]", "rank 1: RuntimeError: lost device"]
+
+
 def test_a_rank_that_succeeds_aborts_nothing() -> None:
     communicator = Recorder()
     with fail_together(communicator):

@@ -37,7 +37,7 @@ def test_a_silent_rank_is_named_with_what_it_enqueued_last() -> None:
         assert job.ended.wait(10)
     assert job.status == 1
     said = job.output.getvalue()
-    started = r"rank 3: step 7 of 2 requests has not ended after \d+ s; last enqueued: draft of 2 requests\."
+    started = r"rank 3: step 7 of 2 requests has not gone on for \d+ s; last enqueued: draft of 2 requests\."
     assert re.match(started, said)
     assert said.count("\n") == 1
 
@@ -53,32 +53,35 @@ def test_work_in_time_is_left_alone() -> None:
     assert job.output.getvalue() == ""
 
 
-def test_an_operation_may_have_a_time_of_its_own() -> None:
+def test_an_operation_may_take_longer() -> None:
     job = Job()
-    with job.watchdog(0.05) as watchdog, watchdog.operation("loading", timeout_s=60):
+    with job.watchdog(0.05) as watchdog, watchdog.operation("loading", extra_s=60):
         time.sleep(0.3)
     assert job.status is None
 
 
 def test_the_innermost_operation_counts_and_the_outer_goes_on() -> None:
     job = Job()
-    with job.watchdog(2) as watchdog, watchdog.operation("step 1"):
+    with job.watchdog(1) as watchdog, watchdog.operation("step 1", extra_s=0.5):
         for _ in range(3):
-            with watchdog.operation("capture", timeout_s=60):
+            with watchdog.operation("capture", extra_s=60):
                 time.sleep(0.8)
+        time.sleep(1.2)
         assert job.status is None
-        with watchdog.operation("capture", timeout_s=0.1):
+        with watchdog.operation("capture"):
             assert job.ended.wait(10)
-    assert "rank 3: capture has not ended" in job.output.getvalue()
+    assert "rank 3: capture has not gone on for 1 s" in job.output.getvalue()
 
 
 def test_an_operation_that_fails_is_over() -> None:
     job = Job()
     with job.watchdog(1) as watchdog:
         with pytest.raises(ValueError, match="this step"), watchdog.operation("step 1"):
+            watchdog.enqueued("its target")
             raise ValueError("this step")
         time.sleep(1.3)
     assert job.status is None
+    assert watchdog.failed_in == "step 1; last enqueued: its target"
 
 
 def test_a_time_that_can_not_pass_is_refused() -> None:
@@ -93,7 +96,7 @@ def test_examples_watch_for_as_long_as_they_are_told(capsys: pytest.CaptureFixtu
     rank = Rank()
     with load_example("_common").watched(rank, timeout_s=0.1, debug=False) as progress, progress.operation("a step"):
         assert rank.ended.wait(30)
-    assert rank.status == 1 and "rank 0: a step has not ended after 0 s" in capsys.readouterr().err
+    assert rank.status == 1 and "rank 0: a step has not gone on for 0 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
