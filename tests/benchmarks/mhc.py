@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from dspark_trt.plugins.hc_collapse import HC_COLLAPSE
-from dspark_trt.plugins.mhc_all_reduce import MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
+from dspark_trt.plugins.mhc_all_reduce import MAILBOX_ROWS, MHC_ALL_REDUCE, MHC_ALL_REDUCE_RESIDUAL_ONLY
 from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from dspark_trt.runtime_py.capture_order import fork, join
 from torch import Tensor
@@ -263,7 +263,7 @@ def rank_main(rank: int, ranks: int, port: int, output: Path, quick: bool) -> No
 
     group = dist.group.WORLD
     assert group is not None
-    for rows in ROWS:
+    for rows in (*ROWS, 160, MAILBOX_ROWS):
         inputs = boundary_inputs(rows)
         shared = symmetric.empty(rows * HIDDEN, dtype=torch.bfloat16, device=device)
         symmetric.rendezvous(shared, group.group_name)

@@ -166,6 +166,22 @@ def test_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
 
 
+def test_a_step_goes_by_what_the_device_holds() -> None:
+    """GR-5: positions, anchors and slots that change on the device alone, without a word to the host, count in the next
+    step: there is no copy of them that could go stale."""
+    step, state = make_step(1)
+    state.enter([request([5, 7], [1, 2, 3, 4], SamplingParams())], [4])
+    step.place([0])
+    run(step)
+    for anchor, position, slot in ((3, 11, 0), (9, 12, 2)):
+        state.anchors[slot], state.positions[slot], state.limits[slot] = anchor, position, 0
+        step.slots.fill_(slot)
+        run(step)
+        choice = TABLES.target_logits(torch.tensor([anchor]), torch.tensor([position])).argmax()
+        assert step.emitted(1) == [[int(choice)]]
+        assert step._seen["slots"].tolist()[0] == slot and step._context["feature_positions"].tolist()[0] == position
+
+
 def test_rejected_and_padding_rows_are_marked() -> None:
     """GR-6 and the contract of the draft: only the old anchor and the kept drafts become context."""
     step, state = make_step(2)
