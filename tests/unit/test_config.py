@@ -217,13 +217,14 @@ def test_markov_head_and_transform_of_logits(variant: str) -> None:
     ],
 )
 def test_markov_heads_that_are_refused(overrides: dict[str, Any], message: str) -> None:
+    """ENG-8."""
     assert message in refusal(tiny_config("v4.1", **overrides))
 
 
 @pytest.mark.parametrize("value", [..., -1, 320, "319", None, True, 1.0])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_noise_token_must_be_there_and_in_the_vocabulary(variant: str, value: Any) -> None:
-    """POS-5: a noise id from the wrong key, or left 0, embeds the wrong token in every draft row."""
+    """POS-5, ENG-8: a noise id from the wrong key, or left 0, embeds the wrong token in every draft row."""
     assert "dspark_noise_token_id" in refusal(changed(variant, dspark_noise_token_id=value))
     assert parse_configs(changed(variant, dspark_noise_token_id=0))[1].noise_token_id == 0
     assert parse_configs(changed(variant, dspark_noise_token_id=319))[1].noise_token_id == 319
@@ -231,7 +232,7 @@ def test_noise_token_must_be_there_and_in_the_vocabulary(variant: str, value: An
 
 @pytest.mark.parametrize("ids", [[1, 2, 4], [-1, 2, 3], [1, 1, 2], [], [1, 2, "3"], [1, 2, True]])
 def test_feature_layers_must_be_distinct_layers_of_the_target(ids: list[Any]) -> None:
-    """POS-6: out-of-range and duplicate ids raise."""
+    """POS-6, ENG-8: out-of-range and duplicate ids raise."""
     assert f"dspark_target_layer_ids is {ids}" in refusal(changed("v4.1", dspark_target_layer_ids=ids))
 
 
