@@ -26,7 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 
 from ..plugins import tensorrt_api
-from ..plugins.library import KernelUnavailableError, describe_library, load_library
+from ..plugins.library import TRT_LIBRARY_NAME, KernelUnavailableError, describe_library, load_library
 from ..plugins.op import OpError
 from . import engine, engine_dir
 from .checkpoint import Checkpoint, CheckpointError, ShardConfig, count_stages, read_shard_config
@@ -173,6 +173,7 @@ def _build(options: Build, console: Console) -> None:
     source = read_shard_config(options.checkpoint)
     chosen = options.build.checked(source.draft)
     api = tensorrt_api.load(options.product)
+    engine.check_engine_types(api, chosen)
     kinds = network_kinds(source)
     header = read_header(options.checkpoint / rank_file_name(0))
     weights = {kind: _weight_bytes(kind, header.values(), chosen) for kind in kinds}
@@ -254,7 +255,8 @@ def _doctor(console: Console) -> None:
         "torch": torch.__version__,
         "GPUs": ", ".join(names) or "none that torch can use",
         "MPI": f"{shutil.which('mpirun') or 'no mpirun on PATH'}; mpi4py {_version('mpi4py')}",
-        "plugin library": describe_library(),
+        "kernel library": describe_library(),
+        "plugins for TensorRT 8": describe_library(TRT_LIBRARY_NAME),
         **products,
     }
     usable = {"torch on the CPU": "yes", "torch with kernels": "yes" if gpus else "no GPU"}

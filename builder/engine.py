@@ -138,6 +138,16 @@ def check_engine_draft(draft: DraftConfig) -> None:
         )
 
 
+def check_engine_types(api: TensorRT, build: BuildConfig) -> None:
+    """Raise :class:`ConfigError` if ``api`` lacks the activation type; needs no exported model."""
+    if build.dtype == "bfloat16" and api.is_8:
+        raise ConfigError(
+            f"{api} was asked for {build.numerics.value} numerics in {build.dtype}, and TensorRT 8.x carries float32, "
+            "float16 and int32 only; pass --numerics dequantized --dtype float32 (or float16), or build with "
+            "TensorRT 10 and up"
+        )
+
+
 def dimension_ranges(kind: Kind, config: ModelConfig, build: BuildConfig) -> dict[str, dict[str, tuple[int, int, int]]]:
     """Profile name -> dynamic dimension (R requests, T rows of a call) -> (smallest, optimal, largest).
 

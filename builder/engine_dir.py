@@ -198,6 +198,7 @@ def build_engine_dir(
     source = read_shard_config(shards)
     build = build.checked(source.draft)
     engine.check_engine_draft(source.draft)
+    engine.check_engine_types(api, build)
     capabilities = api.compute_capabilities(build.options.compute_capabilities)
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()

@@ -24,10 +24,10 @@ def find_library(name: str = LIBRARY_NAME) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def describe_library() -> str:
-    """Where the library is, or that it is absent, as half a sentence."""
-    path = find_library()
-    return str(path) if path else f"{LIBRARY_NAME} not found"
+def describe_library(name: str = LIBRARY_NAME) -> str:
+    """Where a library is, or that it is absent, as half a sentence."""
+    path = find_library(name)
+    return str(path) if path else f"{name} not found"
 
 
 @lru_cache(maxsize=1)

@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ DTYPE_NAMES = {
     "INT8": "int8",
 }
 """TensorRT's names of types -> torch's."""
+SAID_LENGTH = 1000
+"""Characters of TensorRT's own messages in an error of one line."""
 
 
 class TensorRTUnavailableError(RuntimeError):
@@ -117,6 +120,14 @@ class TensorRT:
         """The error messages of the open :meth:`messages` block, one a line."""
         return "\n".join(dict.fromkeys(self.log.errors)) or "(TensorRT gave no reason)"
 
+    def said(self, reasons: Iterable[str] = ()) -> str:
+        """``reasons`` and the open :meth:`messages` block's errors on one line; of a flood, the number left out."""
+        texts = [" ".join(text.split()).removesuffix(".") for text in dict.fromkeys([*reasons, *self.log.errors])]
+        fit = max(1, sum(end <= SAID_LENGTH for end in accumulate(len(text) + len("; ") for text in texts)))
+        shown = "; ".join(texts[:fit]) or "nothing"
+        shown = shown if len(shown) <= SAID_LENGTH else f"{shown[:SAID_LENGTH]}..."
+        return f"it said: {shown}" + (f" (and {len(texts) - fit} more)" if len(texts) > fit else "")
+
     def runs_on(self, compute_capability: str) -> bool:
         """Whether this product has kernels for such a GPU; only TensorRT-RTX lists them."""
         name = "SM" + compute_capability.replace(".", "")
@@ -172,8 +183,11 @@ class TensorRT:
                 raise EngineBuildError("\n".join([f"{self} can't parse {path}:", *lines]))
         return ParsedNetwork(self, builder, network, parser)
 
-    def deserialize(self, plan: bytes) -> Any:
+    def deserialize(self, plan: bytes, reasons: Iterable[str] = ()) -> Any:
         """The ICudaEngine of a plan.
+
+        Args:
+            reasons: filled by the plugins meanwhile, with what they could not tell TensorRT.
 
         Raises:
             EngineLoadError: TensorRT returned nothing, with what it logged.
@@ -183,8 +197,8 @@ class TensorRT:
             engine = runtime.deserialize_cuda_engine(plan)
             if engine is None:
                 raise EngineLoadError(
-                    f"{self} can't load this plan of {len(plan)} bytes:\n{self.error_text()}\n"
-                    "Build it again on this machine with dspark-build"
+                    f"{self} can't load this plan of {len(plan)} bytes, expected one that this version built for this "
+                    f"GPU; {self.said(reasons)}; build it again on this machine with dspark-build"
                 )
         return engine
 

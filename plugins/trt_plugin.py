@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .kernels import has_kernel, launch, workspace_bytes
-from .library import PLUGIN_ABI, describe_library, find_library, load_trt_plugins
+from .library import PLUGIN_ABI, TRT_LIBRARY_NAME, describe_library, find_library, load_trt_plugins
 from .op import DOMAIN, Op, OpError, decode_attributes, encode_attributes, is_dynamic
 from .tensorrt_api import DTYPE_NAMES, EngineBuildError, EngineLoadError, TensorRT
 
@@ -87,18 +88,23 @@ def check_tensors(op: Op, attributes: Any, tensors: Sequence[TensorDesc], num_in
     return problems
 
 
-def require_creators(api: TensorRT, wanted: Mapping[str, int]) -> None:
+def require_creators(api: TensorRT, wanted: Mapping[str, int], library: Path | None = None) -> None:
     """Raise :class:`EngineLoadError` unless every operation of name -> version has a registered creator.
 
     TensorRT itself would name one of them, and none of the reasons.
+
+    Args:
+        library: what was loaded to register them, if anything was.
     """
     there = {(c.name, c.plugin_version) for c in api.creators() if c.plugin_namespace == DOMAIN}
     if absent := [name for name, version in wanted.items() if (name, str(version)) not in there]:
         triples = ", ".join(f"{name} version {wanted[name]} namespace {DOMAIN}" for name in absent)
         found = ", ".join(f"{name} version {version}" for name, version in sorted(there))
+        open_block = "open registered_creators() around the load, or load a library of that version"
         raise EngineLoadError(
             f"no plugin creator for {triples}; registered in namespace {DOMAIN}: {found or 'none'}; plugin library: "
-            f"{describe_library()}. Open registered_creators() around the load, or load a library of that version"
+            f"{library or describe_library(TRT_LIBRARY_NAME)}; "
+            f"{'build that library again from cpp_plugins' if library else open_block}"
         )
 
 
@@ -114,8 +120,8 @@ def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFail
         EngineLoadError: TensorRT 8, and that library lacks an operation.
     """
     if api.is_8:
-        load_trt_plugins(8)
-        require_creators(api, {op.name: op.version for op in ops})
+        library = load_trt_plugins(8)
+        require_creators(api, {op.name: op.version for op in ops}, library)
         # The library's plugins can only log; of some of their faults TensorRT 8 never hears.
         with api.errors_of(f"{DOMAIN}.") as errors:
             yield PluginFailures(errors)
@@ -130,7 +136,7 @@ def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFail
                 raise EngineBuildError(
                     f"{op.name} version {op.version} is already registered in namespace {DOMAIN}, by a library that "
                     "was loaded or by another registered_creators() block; leave out that or this block; plugin "
-                    f"library: {describe_library()}"
+                    f"library: {describe_library(TRT_LIBRARY_NAME)}"
                 )
             creators.append(creator)
         yield failures

@@ -161,7 +161,7 @@ class TensorRTSession:
             self._bind(entry, shapes, addresses, stream)
             if not entry.context.execute_async_v3(stream):
                 entry.warm = False
-                raise EngineRunError(f"{self._name}: {self._api} refused a call:\n{self._api.error_text()}")
+                raise self._refusal("a call", entry, shapes)
         entry.warm = True
 
     def save_runtime_cache(self) -> None:
@@ -207,9 +207,9 @@ class TensorRTSession:
             context = self._engine.create_execution_context(*([self._cache.config] if self._cache else []))
             if context is None:
                 raise EngineLoadError(
-                    f"{self._name}: no execution context, which takes {self._api.context_bytes(self._engine)} bytes of "
-                    "device memory; free some, capture fewer --request-counts, or build for less:\n"
-                    f"{self._api.error_text()}"
+                    f"{self._name}: {self._api} made no execution context, which takes "
+                    f"{self._api.context_bytes(self._engine)} bytes of device memory; {self._api.said()}; free some, "
+                    "capture fewer --request-counts, or build for less"
                 )
         return _Context(context, profile)
 
@@ -256,7 +256,16 @@ class TensorRTSession:
                 done = done and context.set_tensor_address(name, addresses[name])
                 entry.addresses[name] = addresses[name] if done else 0
         if not done:
-            raise EngineRunError(f"{self._name}: {self._api} refused shapes or addresses:\n{self._api.error_text()}")
+            raise self._refusal("shapes or addresses", entry, shapes)
+
+    def _refusal(self, what: str, entry: _Context, shapes: Mapping[str, Shape]) -> EngineRunError:
+        """What to raise where TensorRT refused what its profile covers; names the sizes that calls choose."""
+        ranges = self._profiles[entry.profile].items()
+        chosen = [f"{name} {list(shapes[name])}" for name, (low, _, high) in ranges if low != high]
+        return EngineRunError(
+            f"{self._name}: {self._api} refused {what} of {', '.join(chosen)}, which profile {entry.profile} covers; "
+            f"{self._api.said()}; build the engines again with dspark-build, or use the torch backend"
+        )
 
     @staticmethod
     def _is_capturable(entry: _Context, stream: int) -> bool:
@@ -312,11 +321,6 @@ def open_session(
         )
     plan = directory.read_plan(kind, rank)
     with registered_creators(api, [ALL_OPS[op] for op in directory.plugins]) as failures:
-        try:
-            engine = api.deserialize(plan)
-        except EngineLoadError as error:
-            if failures.errors:
-                raise EngineLoadError(f"{error}\n{failures.text()}") from error
-            raise
+        engine = api.deserialize(plan, failures.errors)
     path = directory.path / f"{engine_file_name(kind, rank)}.kernels"
     return TensorRTSession(api, engine, io, name=name, runtime_cache=path, own=own)

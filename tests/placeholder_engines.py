@@ -18,7 +18,7 @@ class NoTensorRT:
     """What an engine directory records of the TensorRT that built it."""
 
     product, version = "tensorrt_rtx", "0.0.0.0"
-    is_rtx = True
+    is_rtx, is_8 = True, False
 
     def compute_capabilities(self, requested: tuple[str, ...]) -> tuple[str, ...]:
         return requested or ("8.9",)

@@ -283,12 +283,13 @@ def test_a_draft_without_the_embedding_and_head_that_it_shares_is_refused(names:
     assert f"{len(names)} missing: {', '.join(names)}" in refusal(tmp_path, config, tensors, draft_only=True)
 
 
-def test_an_embedding_of_another_width_is_refused(tmp_path: Path) -> None:
-    """CK-9: a target of a different hidden size."""
+@pytest.mark.parametrize("shape", [(320, 512), (64, 256)])
+def test_an_embedding_of_another_size_is_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """CK-9, ENG-8: a target of a different hidden size, or a reduced vocabulary."""
     config = tiny_config("v4.1")
-    tensors = {**headers(config), "embed.weight": ("BF16", (320, 512))}
+    tensors = {**headers(config), "embed.weight": ("BF16", shape)}
     message = refusal(tmp_path, config, tensors, draft_only=True)
-    assert "embed.weight has shape [320, 512], config.json makes it [320, 256]" in message
+    assert f"embed.weight has shape {list(shape)}, config.json makes it [320, 256]" in message
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size"])

@@ -152,6 +152,24 @@ def test_a_dry_build_prints_shapes_sizes_and_memory(
     assert "kv_ring_2 │ bfloat16 │ 8, 32, 64 │ 8, 32, 64" in printed
 
 
+def test_a_dry_build_refuses_what_the_build_would(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ENG-9: TensorRT 8 and the default numerics; nothing is printed before the error."""
+
+    class TensorRT8:
+        is_rtx, is_8 = False, True
+
+        def __str__(self) -> str:
+            return "tensorrt 8.6.0"
+
+    monkeypatch.setattr(tensorrt_api, "load", lambda _: TensorRT8())
+    assert cli.build(["--checkpoint", str(shards), "--output", str(tmp_path / "engines"), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "tensorrt 8.6.0 was asked for released numerics in bfloat16" in one_line(printed.err)
+
+
 def test_building_from_a_released_checkpoint_points_to_convert(
     released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +212,14 @@ def test_inspect_without_a_directory_says_what_this_machine_can_do(capsys: pytes
     """NVIDIA/TensorRT-LLM#2405: which MPI, which TensorRT."""
     assert cli.inspect([]) == 0
     printed = one_line(capsys.readouterr().out)
-    for part in ("MPI │ ", "plugin library │ ", "tensorrt │ ", "tensorrt_rtx │ ", "torch on the CPU │ yes"):
+    for part in (
+        "MPI │ ",
+        "kernel library │ ",
+        "plugins for TensorRT 8 │ ",
+        "tensorrt │ ",
+        "tensorrt_rtx │ ",
+        "torch on the CPU │ yes",
+    ):
         assert part in printed
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from dspark_trt.builder import engine, engine_dir, network, onnx_export
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
-from dspark_trt.builder.config import ConfigError
-from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.config import ConfigError, Numerics
+from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, build_engine_dir
 from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import tensorrt_api
@@ -253,9 +253,55 @@ def test_a_failed_build_leaves_nothing(
 
 
 def test_another_draft_length_is_refused_before_anything_is_built(api: TensorRT, shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="7 draft tokens requested"):
+    """ENG-8: more drafts than the block has rows, with both numbers."""
+    with pytest.raises(ConfigError, match="7 draft tokens requested, but this draft was trained with blocks of 5"):
         build_engine_dir(shards, tmp_path / "e", dataclasses.replace(BUILD, num_draft_tokens=7), api=api)
     assert list(tmp_path.iterdir()) == []
+
+
+REFUSED_BY_8 = [
+    ({}, "released numerics in bfloat16"),
+    ({"numerics": Numerics.DEQUANTIZED}, "dequantized numerics in bfloat16"),
+    ({"numerics": Numerics.DEQUANTIZED, "lowering": Lowering.NATIVE}, "dequantized numerics in bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("values", "asked"), REFUSED_BY_8)
+def test_types_that_tensorrt_8_has_not_are_refused_before_the_export(
+    shards: Path,
+    tmp_path: Path,
+    exporter: Callable[[Callable[..., Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any],
+    asked: str,
+) -> None:
+    """ENG-9: bfloat16 is not offered there, and the default options ask for it: one line says so, in milliseconds."""
+
+    def export(*_: object) -> ExportedModel:
+        raise AssertionError("exported before the types were checked")
+
+    exporter(export)
+    monkeypatch.setattr(tensorrt_api, "gpu_compute_capabilities", lambda: ["9.0"])
+    with pytest.raises(ConfigError) as caught:
+        build_engine_dir(shards, tmp_path / "engines", BuildConfig(max_batch_size=2, **values), api=fake_api())
+    assert str(caught.value) == (
+        f"tensorrt 8.6.0 was asked for {asked}, and TensorRT 8.x carries float32, float16 and int32 only; pass "
+        "--numerics dequantized --dtype float32 (or float16), or build with TensorRT 10 and up"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "product", "dtypes"),
+    [
+        ("8.6.0", "tensorrt", ("float32", "float16")),
+        ("10.14.1.48", "tensorrt", ("float32", "float16", "bfloat16")),
+        ("1.7.1.116", "tensorrt_rtx", ("float32", "float16", "bfloat16")),
+    ],
+)
+def test_types_that_a_tensorrt_has_are_built(version: str, product: str, dtypes: tuple[Any, ...]) -> None:
+    for dtype in dtypes:
+        engine.check_engine_types(fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype))
 
 
 def test_engine_file_names() -> None:
@@ -294,7 +340,7 @@ def test_ranks_start_from_what_rank_0_timed(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """Kernels chosen for each rank alone round differently, and ranks in a near tie would emit different tokens."""
-    api, builds = fake_api(), dict[str, EngineOptions]()
+    api, builds = fake_api("10.14.1.48"), dict[str, EngineOptions]()
     config = SimpleNamespace(create_timing_cache=Cache)
     api.module.Builder = lambda log: SimpleNamespace(create_builder_config=lambda: config)
     monkeypatch.setattr(tensorrt_api, "gpu_compute_capabilities", lambda: ["9.0"])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from dspark_trt.plugins.tensorrt_api import EngineLoadError, TensorRT
 from dspark_trt.runtime_py import tensorrt_session
 from dspark_trt.runtime_py.tensorrt_session import open_session
 
-from tests.fake_tensorrt import DataType, FakeEngine, fake_api
+from tests.fake_tensorrt import DataType, FakeEngine, Severity, fake_api
 from tests.placeholder_engines import make_engines
 
 
@@ -160,9 +163,12 @@ def test_a_missing_plugin_library_is_named(
         open_session(engine_dirs(1), "draft", 0, fake_api())
 
 
-@pytest.mark.usefixtures("loaded_plugins")
-def test_a_creator_that_nobody_registered_is_named(engine_dirs: Callable[[int], EngineDir]) -> None:
-    """ENG-1: the triple that is wanted, and what is registered."""
+def test_a_creator_that_nobody_registered_is_named(
+    engine_dirs: Callable[[int], EngineDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENG-1 and complaint 6: the triple that is wanted, what is registered, and the library that lacks it."""
+    loaded = Path("/somewhere") / library.TRT_LIBRARY_NAME
+    monkeypatch.setattr("dspark_trt.plugins.trt_plugin.load_trt_plugins", lambda major: loaded)
     api = fake_api()
     registry = api.module.get_plugin_registry()
     registry.plugin_creator_list[:] = [c for c in registry.plugin_creator_list if c.name != "HcCollapse"]
@@ -170,12 +176,57 @@ def test_a_creator_that_nobody_registered_is_named(engine_dirs: Callable[[int], 
         open_session(engine_dirs(1), "draft", 0, api)
     assert "no plugin creator for HcCollapse version 1 namespace dspark" in str(caught.value)
     assert "registered in namespace dspark: ContextKvInsert version 1" in str(caught.value)
+    assert str(caught.value).endswith(f"; plugin library: {loaded}; build that library again from cpp_plugins")
+    assert library.LIBRARY_NAME not in str(caught.value)
 
 
 @pytest.mark.usefixtures("loaded_plugins")
 def test_a_plan_that_tensorrt_refuses_ends_in_its_words(engine_dirs: Callable[[int], EngineDir]) -> None:
-    with pytest.raises(EngineLoadError, match=r"tensorrt 8\.6\.0 can't load this plan of 7 bytes:\nserialized with"):
-        open_session(engine_dirs(1), "draft", 0, fake_api(says="serialized with another version"))
+    """One line, as an operator reads it: found, expected, what TensorRT said, and last what to do."""
+    with pytest.raises(EngineLoadError) as caught:
+        open_session(engine_dirs(1), "draft", 0, fake_api(says="serialized\n  with another version."))
+    assert str(caught.value) == (
+        "tensorrt 8.6.0 can't load this plan of 7 bytes, expected one that this version built for this GPU; it said: "
+        "serialized with another version; build it again on this machine with dspark-build"
+    )
+
+
+def refusing(*messages: str) -> TensorRT:
+    """A TensorRT that logs errors and loads nothing."""
+    api = fake_api()
+
+    def deserialize(plan: bytes) -> None:
+        for message in messages:
+            api.log.log(Severity.ERROR, message)
+
+    api.module.Runtime = lambda log: SimpleNamespace(deserialize_cuda_engine=deserialize)
+    return api
+
+
+@pytest.mark.usefixtures("loaded_plugins")
+def test_what_a_plugin_found_wrong_is_said_once_and_first(engine_dirs: Callable[[int], EngineDir]) -> None:
+    """Its words are the cause, TensorRT's what follows from it; on TensorRT 8 they come through the same log."""
+    fault = "dspark.HcCollapse: the plan was built with plugin ABI 3, this library has 4; build it again"
+    with pytest.raises(EngineLoadError) as caught:
+        open_session(engine_dirs(1), "draft", 0, refusing("no plan", fault))
+    assert f"; it said: {fault}; no plan; build it again on this machine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "nothing"),
+        (["a", "b", "a"], "a; b"),
+        ([f"{i:0498d}" for i in range(7)], f"{0:0498d}; {1:0498d} (and 5 more)"),
+        (["x" * 2000, "y"], f"{'x' * 1000}... (and 1 more)"),
+    ],
+)
+@pytest.mark.usefixtures("loaded_plugins")
+def test_a_flood_of_messages_ends_in_a_number(
+    engine_dirs: Callable[[int], EngineDir], messages: list[str], said: str
+) -> None:
+    with pytest.raises(EngineLoadError, match=rf"; it said: {re.escape(said)}; build it again"):
+        open_session(engine_dirs(1), "draft", 0, refusing(*messages))
 
 
 def test_tensorrt_rtx_without_its_gpu_ends_in_one_message(
@@ -184,5 +235,7 @@ def test_tensorrt_rtx_without_its_gpu_ends_in_one_message(
     """The real thing: it returns nothing and logs a line."""
     facts = {"product": "tensorrt_rtx", "version": api.version}
     directory = dataclasses.replace(engine_dirs(1), tensorrt=facts)
-    with pytest.raises(EngineLoadError, match=r"tensorrt_rtx 1\..* can't load this plan of 7 bytes:\n.+"):
+    with pytest.raises(
+        EngineLoadError, match=r"^tensorrt_rtx 1\..* can't load this plan of 7 bytes, .*; it said: .+; build.*$"
+    ):
         open_session(directory, "draft", 0, api)

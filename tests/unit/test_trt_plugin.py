@@ -251,7 +251,7 @@ def test_a_size_that_does_not_fit_names_tensor_wanted_and_got(api: TensorRT, tmp
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine where the kernels were not built."""
     library.load_library.cache_clear()
-    monkeypatch.setattr(library, "find_library", lambda: None)
+    monkeypatch.setattr(library, "find_library", lambda *name: None)
     yield
     library.load_library.cache_clear()
 
@@ -269,7 +269,8 @@ def test_missing_creators_are_all_named(api: TensorRT) -> None:
         with pytest.raises(EngineLoadError) as caught:
             trt_plugin.require_creators(api, wanted)
     assert "no plugin creator for MhcAllReduce version 2 namespace dspark;" in str(caught.value)
-    assert "MhcAllReduce version 1" in str(caught.value) and "plugin library: libdspark_plugins.so" in str(caught.value)
+    assert "MhcAllReduce version 1" in str(caught.value)
+    assert "plugin library: libdspark_trt_plugins.so not found" in str(caught.value)
 
 
 def test_creators_are_gone_after_the_block_and_never_registered_twice(api: TensorRT) -> None:
@@ -282,7 +283,7 @@ def test_creators_are_gone_after_the_block_and_never_registered_twice(api: Tenso
     with trt_plugin.registered_creators(api, ALL_OPS.values()):
         assert ours() == sorted(ALL_OPS)
         with (
-            pytest.raises(EngineBuildError, match="HcCollapse version 1 is already registered"),
+            pytest.raises(EngineBuildError, match=r"HcCollapse version 1 is already registered.*trt_plugins\.so"),
             trt_plugin.registered_creators(api, [HC_COLLAPSE]),
         ):
             pass
@@ -375,5 +376,7 @@ def test_enterprise_tensorrt_is_preferred_where_it_can_build(
 
 def test_a_plan_that_cannot_be_loaded_raises_with_the_reason(api: TensorRT) -> None:
     """TensorRT returns None and logs a line."""
-    with pytest.raises(EngineLoadError, match=r"can't load this plan of 8 bytes:\n.+"):
+    with pytest.raises(
+        EngineLoadError, match=r"^tensorrt_rtx .* can't load this plan of 8 bytes, expected .*; it said: .+; build.*$"
+    ):
         api.deserialize(b"not-plan")
