@@ -13,7 +13,7 @@ those very shapes, and calls of others get a new one. That is one context for ea
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class TensorRTSession:
         name: what messages call it.
         runtime_cache: file for the kernels that TensorRT-RTX compiles at run time.
         own: inputs that are the session's, such as the mailbox; callers leave them out.
+        faults: filled by the engine's plugins with what they can't tell TensorRT.
 
     Raises:
         EngineLoadError: the engine's tensors are not those of ``io``, or there is no memory for its contexts.
@@ -78,9 +79,11 @@ class TensorRTSession:
         name: str = "engine",
         runtime_cache: Path | None = None,
         own: Mapping[str, Tensor] | None = None,
+        faults: Sequence[str] = (),
     ):
         self.io, self._api, self._engine, self._name = io, api, engine, name
         self._own: dict[str, Tensor] = dict(own or {})
+        self._faults = faults
         self._names = self._check_engine()
         inputs = [info.name for info in io.inputs if info.name in self._names]
         self._profiles = [self._profile(index, inputs) for index in range(engine.num_optimization_profiles)]
@@ -264,7 +267,7 @@ class TensorRTSession:
         chosen = [f"{name} {list(shapes[name])}" for name, (low, _, high) in ranges if low != high]
         return EngineRunError(
             f"{self._name}: {self._api} refused {what} of {', '.join(chosen)}, which profile {entry.profile} covers; "
-            f"{self._api.said()}; build the engines again with dspark-build, or use the torch backend"
+            f"{self._api.said(self._faults)}; build the engines again with dspark-build, or use the torch backend"
         )
 
     @staticmethod
@@ -323,4 +326,4 @@ def open_session(
     with registered_creators(api, [ALL_OPS[op] for op in directory.plugins]) as failures:
         engine = api.deserialize(plan, failures.errors)
     path = directory.path / f"{engine_file_name(kind, rank)}.kernels"
-    return TensorRTSession(api, engine, io, name=name, runtime_cache=path, own=own)
+    return TensorRTSession(api, engine, io, name=name, runtime_cache=path, own=own, faults=failures.errors)

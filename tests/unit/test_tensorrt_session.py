@@ -217,6 +217,17 @@ def test_an_input_that_nothing_reads_may_be_gone() -> None:
     assert ("address", "unused", 0x700) not in engine.contexts[0].told
 
 
+def test_what_a_plugin_could_not_tell_is_told_first() -> None:
+    """Faults that come up while the engine runs, long after the session was made."""
+    engine, faults = make_engine(), list[str]()
+    session = make_session(engine, faults=faults)
+    session.enqueue(shapes(6), ADDRESSES, STREAM)
+    faults.append("HcCollapse: CUDA refused the launch")
+    engine.contexts[0].refuse = "execute"
+    with pytest.raises(EngineRunError, match="said: HcCollapse: CUDA refused the launch; execute does not work"):
+        session.enqueue(shapes(6), ADDRESSES, STREAM)
+
+
 def test_without_memory_for_a_context_the_bytes_are_named() -> None:
     engine = make_engine()
     engine.room = 1
