@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
 from dspark_trt.plugins.tensorrt_api import TensorRT
@@ -14,7 +13,7 @@ from dspark_trt.runtime_py.requests import SamplingParams
 from tests import greedy_reference
 from tests.gpu.engine_calls import DTYPES, Open
 from tests.gpu.gpus import over_gpus
-from tests.greedy_reference import Divergence
+from tests.greedy_reference import Divergence, View
 from tests.mpi_jobs import run_job
 
 TOKENS = 100
@@ -42,8 +41,8 @@ def test_the_loop_decodes_what_torch_decodes(api: TensorRT, tensorrt_engines: Op
     same = sum(a == b for a, b in zip(found, wanted, strict=True))
     print(f"{dtype}, {api}: {same} of {len(found)} prompts are identical to torch's")
     assert same >= SAME[dtype]
-    views = [partial(greedy_reference.forced_logits, engines, device="cuda", backend=b) for b in ("tensorrt", "torch")]
-    distance, parted = greedy_reference.compare_texts(found, wanted, *views)
+    engine, torch = View(engines, "cuda", "tensorrt"), View(engines, "cuda", "torch")
+    distance, parted = greedy_reference.compare_texts(found, wanted, engine, torch)
     check_where_texts_part(dtype, distance, parted)
     assert sum(a == b for a, b in zip(tokens("tensorrt", host=True), found, strict=True)) >= SAME[dtype]
 
@@ -68,5 +67,11 @@ def test_two_ranks_decode_with_engines(api: TensorRT, tensorrt_engines: Open, dt
 def check_where_texts_part(dtype: str, distance: dict[str, float], parted: list[Divergence]) -> None:
     """Two texts may part where the engine's logits and torch's turn a near tie, by no more than they differ."""
     print(f"{dtype}: logits differ by {distance}; texts part at {parted}")
+    roundings = sorted(divergence.rounding for divergence in parted)
     # A margin is of two logits.
-    assert all(divergence.rounding <= 2 * distance["largest"] for divergence in parted), parted
+    assert all(rounding <= 2 * distance["largest"] for rounding in roundings), parted
+    # The largest distance is of a position where rounding turned the choice of an expert. It is dozens of times what
+    # rounding does elsewhere, and would excuse any text. Fewer than one position in a hundred is like that, and which
+    # is not known here, so one text may part at one. The others part by rounding alone: the quantile is a root mean
+    # square that 99 % of the positions stay below, and two logits that are each twice as far make four of it.
+    assert all(rounding <= 4 * distance["ninety-nine hundredths"] for rounding in roundings[:-1]), parted

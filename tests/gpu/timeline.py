@@ -40,6 +40,17 @@ def replays(events: Iterable[dict[str, Any]]) -> list[Replay]:
     return sorted(found, key=lambda replay: replay.start)
 
 
+def steps_of(events: Iterable[dict[str, Any]]) -> list[tuple[Replay, Replay]]:
+    """The replays of a profile step by step: the target's with its verification, and the draft's."""
+    found = replays(events)
+    return list(zip(found[::2], found[1::2], strict=False))
+
+
+def idle_inside(step: tuple[Replay, Replay]) -> float:
+    """The host gap of a step: microseconds in which the stream did nothing between target and draft."""
+    return idle_between(*step)
+
+
 def idle_between(first: Replay, second: Replay) -> float:
     """Microseconds in which the stream did nothing between two replays."""
     return max(0.0, second.start - first.end)

@@ -27,14 +27,14 @@ class SomeSteps:
 def test_memory_is_sampled_at_a_stride_and_judged_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fills up at first is no leak, a hundred bytes a step are one."""
     monkeypatch.setattr(Memory, "now", lambda steps: Memory(steps, 7, 4096, min(steps, 900) * 10_000 + 100 * steps))
-    samples = memory_over_steps(SomeSteps(), [], SamplingParams(max_tokens=300), steps=3000, every=500)  # type: ignore[arg-type]
+    samples = memory_over_steps(SomeSteps(), [], SamplingParams(max_tokens=300), steps=3000, every=500)
     assert [sample.steps for sample in samples] == [300, 600, 1200, 1500, 2100, 2700, 3000]
     assert late_growth(samples) == Memory(1500, 0, 0, 150_000)
 
 
 def test_a_decoder_without_steps_of_its_own_is_not_taken_for_one_that_leaks_nothing() -> None:
     with pytest.raises(AssertionError, match="no step ran on the device"):
-        memory_over_steps(SomeSteps(10), [], SamplingParams(max_tokens=10), steps=100, every=50)  # type: ignore[arg-type]
+        memory_over_steps(SomeSteps(10), [], SamplingParams(max_tokens=10), steps=100, every=50)
 
 
 def events_of(steps: int, waits: int) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_waits_are_those_of_the_steps_alone(tmp_path: Path, monkeypatch: pytest.
         return events_of(decoder.ran, waits=2)
 
     monkeypatch.setattr(decode_runs, "profile", profile)
-    waits = waits_of_steps(decoder, [], tmp_path, (30, 90))  # type: ignore[arg-type]
+    waits = waits_of_steps(decoder, [], tmp_path, (30, 90))
     assert waits.steps == 60 and waits.calls == {"cudaEventSynchronize": 120}
     assert waits.host_gaps == [4.0] * 120
 
@@ -69,4 +69,4 @@ def test_a_profile_that_lacks_replays_is_refused(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(decode_runs, "profile", profile)
     with pytest.raises(AssertionError, match="20 replays of 30 steps"):
-        waits_of_steps(SomeSteps(), [], tmp_path, (30, 90))  # type: ignore[arg-type]
+        waits_of_steps(SomeSteps(), [], tmp_path, (30, 90))
