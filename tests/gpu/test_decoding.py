@@ -206,9 +206,7 @@ def test_a_call_that_fails_beside_the_side_stream_reports_itself(pool: GraphPool
     with pytest.raises(GraphError, match="the target can't be captured in a CUDA graph: one input is unset"):
         pool.capture(lambda: call(raises), "the target")
     # What CUDA refuses invalidates the capture, and joining and ending it then fail as well.
-    with pytest.raises(
-        GraphError, match=r"the target can't be captured .*not permitted when stream"
-    ):
+    with pytest.raises(GraphError, match=r"the target can't be captured .*not permitted when stream"):
         pool.capture(lambda: call(lambda: inputs[0].sum().item()), "the target")
     replay = pool.capture(call, "the target")
     for t in results:
