@@ -114,12 +114,22 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 def launcher_ranks(environment: Mapping[str, str] | None = None) -> int | None:
-    """How many ranks the launcher of this process says there are; None without a launcher."""
+    """How many ranks the launcher of this process says there are; None without a launcher.
+
+    Raises:
+        LaunchError: the launcher's variable is no number.
+    """
     environment = os.environ if environment is None else environment
     # Open MPI; MPICH and its relatives (PMI); Slurm's own launcher.
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"):
         if name in environment:
-            return int(environment[name])
+            try:
+                return int(environment[name])
+            except ValueError:
+                raise LaunchError(
+                    f"{name} is {environment[name]!r}, expected a number of ranks; start the program with mpirun, or "
+                    "unset the variable to run without a launcher"
+                ) from None
     return None
 
 

@@ -178,7 +178,10 @@ def detokenizer(directory: Path) -> Detokenize | None:
     """What turns output into text, if the directory has a tokenizer."""
     if not (file := directory / "tokenizer.json").is_file():
         return None
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers has no class of its own
+        raise RequestError(f"{file}: not a tokenizer ({error}); copy it again from the checkpoint") from error
     return lambda ids: str(tokenizer.decode(list(ids)))
 
 

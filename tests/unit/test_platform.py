@@ -15,7 +15,7 @@ from dspark_trt.runtime_py.boundary import BoundaryError
 from dspark_trt.runtime_py.communicator import Communicator, LaunchError, SingleProcess
 from dspark_trt.runtime_py.device import Platform, open_engine_platform, open_platform
 from dspark_trt.runtime_py.mailbox import MailboxError
-from dspark_trt.runtime_py.opening import open_decoder
+from dspark_trt.runtime_py.opening import detokenizer, open_decoder
 from dspark_trt.runtime_py.requests import RequestError
 from torch import Tensor
 
@@ -244,6 +244,15 @@ def test_request_counts_that_no_batch_has_are_refused(root: Path, counts: tuple[
     )
     with pytest.raises(RequestError, match=said):
         open_decoder(directory.path, device="cpu", request_counts=counts)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    """The library raises no class of its own."""
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(
+        RequestError, match=r"tokenizer\.json: not a tokenizer \(.*\); copy it again from the checkpoint"
+    ):
+        detokenizer(tmp_path)
 
 
 def test_engines_have_the_mailbox_or_nothing(root: Path, gpus: dict[str, Any]) -> None:

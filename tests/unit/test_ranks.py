@@ -29,6 +29,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launchers_are_recognised(name: str) -> None:
     assert launcher_ranks({name: "4"}) == 4
     assert launcher_ranks({}) is None
+    with pytest.raises(LaunchError, match=rf"{name} is 'x', expected a number of ranks; start the program with mpirun"):
+        launcher_ranks({name: "x"})
 
 
 @pytest.mark.usefixtures("no_launcher")
