@@ -7,7 +7,6 @@ exit status 2; its traceback is shown at log level debug.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import platform
 import shutil
@@ -30,12 +29,13 @@ from ..plugins.library import TRT_LIBRARY_NAME, KernelUnavailableError, describe
 from ..plugins.op import OpError
 from . import engine, engine_dir
 from .checkpoint import Checkpoint, CheckpointError, ShardConfig, count_stages, read_shard_config
-from .checkpoint.loading import CONFIG_NAME, SHARD_FORMAT, rank_file_name
+from .checkpoint.loading import REMAKE, rank_file_name
 from .checkpoint.sharding import convert_checkpoint, plan_conversion
 from .checkpoint.tensor_file import StoredTensor, read_header
 from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
+from .directories import NAMES, check_new, kind_of
 from .engine import BuildConfig, Lowering
-from .engine_dir import EngineDir, EngineDirError, build_engine_dir, network_kinds
+from .engine_dir import EngineDir, EngineDirError, build_engine_dir, check_build, network_kinds
 
 USER_ERRORS = (
     *(ConfigError, CheckpointError, EngineDirError, OpError, OSError, KernelUnavailableError),
@@ -148,6 +148,7 @@ def _run(
 def _convert(options: Convert, console: Console) -> None:
     chosen: dict[str, Any] = {"tp_size": options.tp_size, "draft_only": options.draft_only}
     chosen["allow_keys"] = options.allow_config_key
+    check_new(options.output, CheckpointError)
     plan = plan_conversion(options.checkpoint, **chosen)
     facts = {
         "tensors": len(plan.stored),
@@ -171,16 +172,17 @@ def _convert(options: Convert, console: Console) -> None:
 
 def _build(options: Build, console: Console) -> None:
     source = read_shard_config(options.checkpoint)
-    chosen = options.build.checked(source.draft)
+    options.build.checked(source.draft)  # before TensorRT is loaded, which may be missing as well
     api = tensorrt_api.load(options.product)
-    engine.check_engine_types(api, chosen)
+    request = (options.checkpoint, options.output, options.build)
+    source, chosen, gpus = check_build(*request, api=api, workers=options.workers)
     kinds = network_kinds(source)
-    header = read_header(options.checkpoint / rank_file_name(0))
+    header = read_header(options.checkpoint / rank_file_name(0), REMAKE)
     weights = {kind: _weight_bytes(kind, header.values(), chosen) for kind in kinds}
     seconds = ENGINE_SECONDS[chosen.lowering] * len(kinds) + sum(weights.values()) / BUILD_BYTES_A_SECOND
     facts = {
         "TensorRT": str(api),
-        "GPUs": ", ".join(api.compute_capabilities(chosen.options.compute_capabilities)),
+        "GPUs": ", ".join(gpus),
         "ranks": source.tp_size,
         "lowering": f"{chosen.lowering.value}, {chosen.numerics.value} numerics, {chosen.dtype}",
         **{f"{kind} engine": f"about {_size(size)} a rank" for kind, size in weights.items()},
@@ -194,38 +196,38 @@ def _build(options: Build, console: Console) -> None:
     started = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=2 * len(kinds) * source.tp_size, completed=-1)
+        task = progress.add_task("reading the shards", total=2 * len(kinds) * source.tp_size, completed=-1)
 
         def on_phase(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        build_engine_dir(
-            options.checkpoint, options.output, chosen, api=api, on_phase=on_phase, workers=options.workers
-        )
+        build_engine_dir(*request, api=api, on_phase=on_phase, workers=options.workers)
         on_phase("engines")
     _next(console, started, f"mpirun -n {source.tp_size} python examples/run.py --engine-dir {options.output}")
 
 
 def _inspect(options: Inspect, console: Console) -> None:
-    if options.directory is None:
+    if (path := options.directory) is None:
         return _doctor(console)
-    try:
-        found = json.loads((options.directory / CONFIG_NAME).read_text()).get("format")
-    except (FileNotFoundError, ValueError, AttributeError):
-        found = None  # opening it as a checkpoint says what is wrong
-    if found == engine_dir.FORMAT:
-        return _inspect_engines(EngineDir.open(options.directory), console)
+    known = f"expected {', '.join(NAMES.values())}"
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {'not a directory' if path.exists() else 'not found'}; {known}")
+    found = kind_of(path)
+    if found is None:
+        raise CheckpointError(f"{path}: holds neither weights nor engines of this package; {known}")
+    if found == "engines":
+        return _inspect_engines(EngineDir.open(path), console)
     target: ModelConfig | None
-    if found == SHARD_FORMAT:
-        shards = read_shard_config(options.directory)
+    if found == "shards":
+        shards = read_shard_config(path)
         target, draft = shards.target, shards.draft
         facts = {"what": "rank shards", "ranks": shards.tp_size, "weights hash": shards.weights_hash}
-        tensors = read_header(options.directory / rank_file_name(0))
+        tensors = read_header(path / rank_file_name(0), REMAKE)
     else:
-        checkpoint = Checkpoint(options.directory)
-        target, draft = read_configs(options.directory, num_stages=count_stages(checkpoint.files))
+        checkpoint = Checkpoint(path)
+        target, draft = read_configs(path, num_stages=count_stages(checkpoint.files))
         facts, tensors = {"what": "released checkpoint"}, checkpoint.find(checkpoint.files)
-    console.print(_facts(str(options.directory), facts), _configs(target, draft), _tensors(tensors.values()))
+    console.print(_facts(str(path), facts), _configs(target, draft), _tensors(tensors.values()))
     return None
 
 

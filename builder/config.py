@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .json_values import read_object, read_value
 from .released_keys import SUPPORTED_QUANTIZATION, SUPPORTED_VALUES, KeyReader
 
 HC_MULT = 4
@@ -188,14 +188,8 @@ def read_configs(
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        root = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: not found; --checkpoint wants a released checkpoint directory") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); download the file again") from None
-    if not isinstance(root, dict):
-        raise ConfigError(f"{path}: holds a {type(root).__name__}, expected a JSON object")
+    absent, remedy = "expected that of a released checkpoint; download it again", "download the file again"
+    root = read_object(path, ConfigError, absent=absent, remedy=remedy)
     return parse_configs(root, where=str(path), num_stages=num_stages, allow_keys=allow_keys)
 
 
@@ -234,10 +228,10 @@ def parse_configs(
     layers = text.get("num_hidden_layers", int)
     backbone_experts = text.get("n_routed_experts", int)
     backbone_top_k = text.get("num_experts_per_tok", int)
-    feature_ids = _int_list(text, "dspark_target_layer_ids")
+    feature_ids = text.int_list("dspark_target_layer_ids")
     declared_stages = text.get("num_nextn_predict_layers", int)
     stages = _resolve_stages(text, variant, declared_stages, num_stages)
-    ratios = _int_list(text, "compress_ratios")
+    ratios = text.int_list("compress_ratios")
     if len(ratios) not in (layers, layers + stages):
         text.problems.append(
             f"compress_ratios has {len(ratios)} entries, expected {layers} (layers) or "
@@ -296,7 +290,8 @@ def parse_configs(
     readers = [quantization, text] + ([outer] if nested else [])
     problems = [f"{r.where}: {p}" for r in readers for p in r.problems]
     if not problems:
-        problems = [f"{where}: {p}" for p in _contradictions(target, draft)]
+        found = [*_contradictions(target, prefix="dspark_"), *_contradictions(draft, prefix="dspark_")]
+        problems = [f"{where}: {p}" for p in dict.fromkeys(found)]
     for reader in readers:
         if unknown := reader.unknown(allow_keys):
             problems.append(
@@ -306,14 +301,6 @@ def parse_configs(
     if problems:
         raise ConfigError("\n".join(problems))
     return target, draft
-
-
-def _int_list(reader: KeyReader, key: str) -> tuple[int, ...]:
-    values = reader.get(key, list)
-    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        reader.problems.append(f"{key} is {values!r}, expected a list of integers")
-        return ()
-    return tuple(values)
 
 
 def _resolve_stages(text: KeyReader, variant: Variant, declared: int, counted: int | None) -> int:
@@ -328,41 +315,41 @@ def _resolve_stages(text: KeyReader, variant: Variant, declared: int, counted: i
     return counted
 
 
-def _contradictions(target: TargetConfig, draft: DraftConfig) -> list[str]:
+def _contradictions(config: ModelConfig, *, prefix: str) -> list[str]:
+    """Values out of range; ``prefix`` is what the released names of the draft's keys start with."""
     found = []
     may_be_zero = ("noise_token_id", "num_hash_layers")
-    for config in (target, draft):
-        numbers = [
-            f.name for f in dataclasses.fields(config) if f.type in ("int", "float") and f.name not in may_be_zero
-        ]
-        found += [f"{n} is {getattr(config, n)}, expected > 0" for n in numbers if not getattr(config, n) > 0]
-        if config.num_experts_per_tok > config.n_routed_experts:
-            found.append(
-                f"{type(config).__name__}: {config.num_experts_per_tok} experts a token of "
-                f"{config.n_routed_experts} experts"
-            )
-    ids = target.feature_layer_ids
-    if not ids or len(set(ids)) != len(ids) or any(not 0 <= i < target.num_hidden_layers for i in ids):
+    numbers = [f.name for f in dataclasses.fields(config) if f.type in ("int", "float") and f.name not in may_be_zero]
+    found += [f"{n} is {getattr(config, n)}, expected > 0" for n in numbers if not getattr(config, n) > 0]
+    if config.num_experts_per_tok > config.n_routed_experts:
         found.append(
-            f"dspark_target_layer_ids is {list(ids)}, expected distinct layers of 0..{target.num_hidden_layers - 1}"
+            f"{type(config).__name__}: {config.num_experts_per_tok} experts a token of "
+            f"{config.n_routed_experts} experts"
         )
-    if draft.logit_softcap is not None and not draft.logit_softcap > 0:
-        found.append(f"dspark_final_logit_softcapping is {draft.logit_softcap}, expected > 0, or null for no cap")
-    if not 0 <= draft.noise_token_id < draft.vocab_size:
-        found.append(f"dspark_noise_token_id is {draft.noise_token_id}, expected 0..{draft.vocab_size - 1}")
-    if not 0 <= target.num_hash_layers <= target.num_hidden_layers:
-        found.append(f"num_hash_layers is {target.num_hash_layers}, expected 0..{target.num_hidden_layers}")
-    if target.head_dim <= target.qk_rope_head_dim or target.qk_rope_head_dim % 2:
-        found.append(f"qk_rope_head_dim {target.qk_rope_head_dim} must be even and below head_dim {target.head_dim}")
-    if target.kv_quant_width % target.kv_quant_group:
+    if config.head_dim <= config.qk_rope_head_dim or config.qk_rope_head_dim % 2:
+        found.append(f"qk_rope_head_dim {config.qk_rope_head_dim} must be even and below head_dim {config.head_dim}")
+    if config.kv_quant_width % config.kv_quant_group:
         found.append(
-            f"{target.kv_quant_width} channels of a cached row are quantised, expected a multiple of "
-            f"{target.kv_quant_group}"
+            f"{config.kv_quant_width} channels of a cached row are quantised, expected a multiple of "
+            f"{config.kv_quant_group}"
         )
-    if target.num_attention_heads % target.o_groups:
-        found.append(f"o_groups {target.o_groups} does not divide num_attention_heads {target.num_attention_heads}")
-    if not target.norm_topk_prob:
+    if config.o_groups and config.num_attention_heads % config.o_groups:
+        found.append(f"o_groups {config.o_groups} does not divide num_attention_heads {config.num_attention_heads}")
+    if not config.norm_topk_prob:
         found.append("norm_topk_prob is false; only normalised routing weights are supported")
+    if isinstance(config, TargetConfig):
+        ids, layers = config.feature_layer_ids, config.num_hidden_layers
+        if not ids or len(set(ids)) != len(ids) or any(not 0 <= i < layers for i in ids):
+            key = f"{prefix}target_layer_ids" if prefix else "feature_layer_ids"
+            found.append(f"{key} is {list(ids)}, expected distinct layers of 0..{layers - 1}")
+        if not 0 <= config.num_hash_layers <= layers:
+            found.append(f"num_hash_layers is {config.num_hash_layers}, expected 0..{layers}")
+    if isinstance(config, DraftConfig):
+        if config.logit_softcap is not None and not config.logit_softcap > 0:
+            key = f"{prefix}final_logit_softcapping" if prefix else "logit_softcap"
+            found.append(f"{key} is {config.logit_softcap}, expected > 0, or null for no cap")
+        if not 0 <= config.noise_token_id < config.vocab_size:
+            found.append(f"{prefix}noise_token_id is {config.noise_token_id}, expected 0..{config.vocab_size - 1}")
     return found
 
 
@@ -387,12 +374,16 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def from_dict(kind: type[ModelConfig], values: Mapping[str, Any]) -> Any:
-    """Rebuild ``kind`` from :func:`to_dict`'s output; unknown or missing keys raise ConfigError."""
-    names = {f.name for f in dataclasses.fields(kind)}
-    if set(values) != names:
-        raise ConfigError(
-            f"{kind.__name__}: unknown keys {sorted(set(values) - names)}, missing keys {sorted(names - set(values))}"
-        )
-    fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return kind(**{**fixed, "variant": Variant(fixed["variant"])})
+def from_dict(kind: type[ModelConfig], values: Any, where: str | None = None) -> Any:
+    """Rebuild ``kind`` from :func:`to_dict`'s output, called ``where`` in messages.
+
+    Raises:
+        ConfigError: unknown or missing keys, values of another type or out of range, all in one line.
+    """
+    problems: list[str] = []
+    where = where or kind.__name__
+    config = read_value(kind, values, where, problems)
+    problems = problems or [f"{where}: {problem}" for problem in _contradictions(config, prefix="")]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return config

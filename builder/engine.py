@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
+import json
 import logging
 import time
 from collections import Counter
@@ -32,6 +34,7 @@ from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import EngineBuildError, EngineOptions, ParsedNetwork, TensorRT
 from ..plugins.trt_plugin import PluginFailures, registered_creators
 from .config import ConfigError, DraftConfig, ModelConfig, Numerics, check_draft_length
+from .json_values import field_types, read_value
 from .onnx_lowering import OPSET as OPSET_OF_TENSORRT_8
 from .onnx_lowering import add_activations, float_types, lower_to_opset17
 
@@ -138,14 +141,21 @@ def check_engine_draft(draft: DraftConfig) -> None:
         )
 
 
-def check_engine_types(api: TensorRT, build: BuildConfig) -> None:
-    """Raise :class:`ConfigError` if ``api`` lacks the activation type; needs no exported model."""
+def check_engine_options(api: TensorRT, build: BuildConfig) -> None:
+    """Raise :class:`ConfigError` if ``api`` lacks the activation type or an option; needs no exported model."""
     if build.dtype == "bfloat16" and api.is_8:
         raise ConfigError(
             f"{api} was asked for {build.numerics.value} numerics in {build.dtype}, and TensorRT 8.x carries float32, "
             "float16 and int32 only; pass --numerics dequantized --dtype float32 (or float16), or build with "
             "TensorRT 10 and up"
         )
+    options = build.options
+    if api.is_rtx and (options.input_timing_cache or options.output_timing_cache):
+        raise ConfigError(f"{api} times kernels where the plan runs; leave the timing cache options out")
+    if api.is_rtx and options.builder_optimization_level is not None:
+        raise ConfigError(f"{api} has no optimization levels; leave --builder-optimization-level out")
+    if options.input_timing_cache and not options.input_timing_cache.is_file():
+        raise ConfigError(f"--input-timing-cache {options.input_timing_cache}: not found; leave it out to start anew")
 
 
 def dimension_ranges(kind: Kind, config: ModelConfig, build: BuildConfig) -> dict[str, dict[str, tuple[int, int, int]]]:
@@ -306,10 +316,15 @@ def to_dict(build: BuildConfig) -> dict[str, Any]:
     return {k: v.value if isinstance(v, enum.Enum) else v for k, v in values.items()}
 
 
-def from_dict(values: Mapping[str, Any]) -> BuildConfig:
-    """Rebuild what :func:`to_dict` wrote; an unknown or missing key raises ConfigError."""
-    wanted = {f.name for f in dataclasses.fields(BuildConfig)} - {"options"}
-    if set(values) != wanted:
-        raise ConfigError(f"build configuration: keys {sorted(values)}, expected {sorted(wanted)}")
-    enums = {"lowering": Lowering(values["lowering"]), "numerics": Numerics(values["numerics"])}
-    return BuildConfig(**{**values, **enums})
+def from_dict(values: Any) -> BuildConfig:
+    """Rebuild what :func:`to_dict` wrote; a key or a value's type that it would not write raises ConfigError."""
+    problems: list[str] = []
+    found = read_value(field_types(BuildConfig, without=("options",)), values, "build", problems)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return BuildConfig(**found)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON values, whatever their order and spacing in a file."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,12 +1,10 @@
 """The engine directory: everything the runtime needs, and a header that says what it fits.
 
-    config.json             the header, readable without TensorRT
-    draft/rank{r}.engine    one plan a rank
-    target/rank{r}.engine   the same for the target, unless only the draft was converted
-    weights/                the rank shards, linked or copied: the torch session reads them
-    tokenizer.json          and its configuration, if the checkpoint has them
-
-It is written beside its final place and renamed when complete, so a directory of that name is whole.
+config.json             the header, readable without TensorRT
+draft/rank{r}.engine    one plan a rank
+target/rank{r}.engine   the same for the target, unless only the draft was converted
+weights/                the rank shards, linked or copied: the torch session reads them
+tokenizer.json          and its configuration, if the checkpoint has them
 """
 
 from __future__ import annotations
@@ -17,11 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +25,38 @@ from ..plugins.library import PLUGIN_ABI, find_library
 from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import TensorRT
 from . import engine
-from .checkpoint import ShardConfig, rank_file_name, read_shard_config
-from .checkpoint.loading import CONFIG_NAME
+from .checkpoint import CheckpointError, ShardConfig, rank_file_name, read_shard_config
+from .checkpoint.loading import check_rank_files
 from .checkpoint.sharding import TOKENIZER_FILES
 from .config import ConfigError, DraftConfig, TargetConfig, from_dict, to_dict
-from .engine import BuildConfig, Kind, Lowering
+from .directories import CONFIG_NAME, ENGINE_FORMAT, WEIGHTS, check_kind, check_new, new_directory
+from .engine import BuildConfig, Kind
+from .engine_jobs import Job, build_file, build_in_workers, with_timing_cache
+from .json_values import read_object, read_value
 
 if TYPE_CHECKING:
     from .network import NetworkIO
 
-FORMAT = "dspark-trt engines"
-VERSION = 1
+VERSION = 2
 """Raised whenever an older package would read a directory wrongly."""
-WEIGHTS = "weights"
 REBUILD = "dspark-build --checkpoint SHARDS --output DIR"
+
+
+_FILE: Any = {"bytes": int, "sha256": str | None}
+_KEYS: dict[str, Any] = {
+    "format": str,
+    "version": int,
+    "tensorrt": {"product": str, "version": str},
+    "compute_capabilities": tuple[str, ...],
+    "mapping": {"tp_size": int},
+    **dict.fromkeys(("target", "draft", "build"), Any),
+    "build_sha256": str,
+    "weights_hash": str,
+    "plugin_abi": int,
+    "kernels": bool,
+    "plugins": Mapping[str, int],
+    "files": Mapping[str, _FILE],
+}
 
 
 class EngineDirError(RuntimeError):
@@ -75,7 +88,7 @@ class EngineDir:
     plugins: Mapping[str, int]
     """Operation -> version of the plugin layers in the plans."""
     files: Mapping[str, Mapping[str, Any]]
-    """Relative path -> ``bytes`` and, of plans, ``sha256``."""
+    """Relative path -> ``bytes`` and, of plans and rank shards, ``sha256``."""
 
     @property
     def tp_size(self) -> int:
@@ -92,30 +105,46 @@ class EngineDir:
         Raises:
             EngineDirError: listing all that is wrong.
         """
-        header = Path(path) / CONFIG_NAME
+        path = Path(path)
+        header = path / CONFIG_NAME
+        check_kind(path, "engines", EngineDirError)
+        absent, remedy = "expected a directory that dspark-build wrote", f"build again: {REBUILD}"
+        values = read_object(header, EngineDirError, absent=absent, remedy=remedy)
+        if (found := (values.get("format"), values.get("version"))) != (ENGINE_FORMAT, VERSION):
+            raise EngineDirError(
+                f"{header}: format {found[0]!r} version {found[1]!r}, expected {ENGINE_FORMAT!r} version {VERSION}; "
+                f"run dspark-convert again, then {REBUILD}"
+            )
+        problems: list[str] = []
+        built: Any = values.get("build")
+        values = read_value(_KEYS, values, "", problems)
+        for name, kind in (("target", TargetConfig), ("draft", DraftConfig)):
+            try:
+                optional = name == "target" and values.get(name) is None
+                values[name] = None if optional else from_dict(kind, values.get(name), name)
+            except ConfigError as error:
+                problems.append(str(error))
         try:
-            values = json.loads(header.read_text())
-            found = (values.pop("format"), values.pop("version"))
-            if found != (FORMAT, VERSION):
-                raise ConfigError(f"format {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION}")
-            values["compute_capabilities"] = tuple(values["compute_capabilities"])
-            values["target"] = values["target"] and from_dict(TargetConfig, values["target"])
-            values["draft"] = from_dict(DraftConfig, values["draft"])
-            values["build"] = engine.from_dict(values["build"])
-            opened = cls(path=Path(path), **values)  # a TypeError for a key too many or too few
-            problems = opened._problems()
-        except FileNotFoundError:
-            raise EngineDirError(f"{header}: not found; expected a directory that dspark-build wrote") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EngineDirError(f"{header}: not a header of this version ({error}); build again: {REBUILD}") from None
+            values["build"] = engine.from_dict(built)
+            if not problems:
+                dataclasses.replace(values["build"], num_draft_tokens=None).checked(values["draft"])
+        except ConfigError as error:
+            problems += [f"build: {line}".replace("build: build", "build", 1) for line in str(error).splitlines()]
         if problems:
+            raise EngineDirError(f"{header}: not a header of this version: {'; '.join(problems)}; {remedy}")
+        if values.pop("build_sha256") != engine.digest(built):
+            problems.append("the section build of config.json is not the one that was built")
+        del values["format"], values["version"]
+        opened = cls(path=path, **values)
+        if problems := problems + opened._problems():
             raise EngineDirError(f"{path}: {'; '.join(problems)}. Copy it again, or build again: {REBUILD}")
         return opened
 
     def _problems(self) -> list[str]:
         wanted = {engine_file_name(kind, rank) for kind in self.kinds for rank in range(self.tp_size)}
         wanted |= {f"{WEIGHTS}/{rank_file_name(rank)}" for rank in range(self.tp_size)}
-        problems = [f"{name} is not listed" for name in sorted(wanted - set(self.files))]
+        problems = [] if self.tp_size > 0 else [f"mapping.tp_size is {self.tp_size}, expected at least 1"]
+        problems += [f"{name} is not listed" for name in sorted(wanted - set(self.files))]
         for name, facts in self.files.items():
             file = self.path / name
             if not file.is_file():
@@ -124,9 +153,33 @@ class EngineDir:
                 problems.append(f"{name} has {file.stat().st_size} bytes, {facts['bytes']} were written")
         if (tokens := self.build.num_draft_tokens) != self.draft.block_size:
             problems.append(f"built for {tokens} draft tokens, the draft's block is {self.draft.block_size}")
-        if not problems and (found := read_shard_config(self.path / WEIGHTS).weights_hash) != self.weights_hash:
-            problems.append(f"{WEIGHTS} are of a checkpoint with hash {found}, the engines of {self.weights_hash}")
-        return problems
+        return problems or self._differences()
+
+    def _differences(self) -> list[str]:
+        """What the header says otherwise than the weights beside it, which hold the same facts."""
+        try:
+            weights = read_shard_config(self.path / WEIGHTS)
+        except CheckpointError as error:
+            return [str(error)]
+        problems = []
+        if weights.weights_hash != self.weights_hash:
+            problems.append(
+                f"{WEIGHTS} are of a checkpoint with hash {weights.weights_hash}, the engines of {self.weights_hash}"
+            )
+        here, there = (
+            _flat(self.target, self.draft, self.tp_size),
+            _flat(weights.target, weights.draft, weights.tp_size),
+        )
+        problems += [
+            f"{key} is {here.get(key)!r} in {CONFIG_NAME}, {there.get(key)!r} in {WEIGHTS}/{CONFIG_NAME}"
+            for key in here | there
+            if here.get(key) != there.get(key)
+        ]
+        return problems + [
+            f"{WEIGHTS}/{name} has another sha256 in {CONFIG_NAME} than in {WEIGHTS}/{CONFIG_NAME}"
+            for name, facts in weights.rank_files.items()
+            if self.files[f"{WEIGHTS}/{name}"]["sha256"] != facts["sha256"]
+        ]
 
     def check_runtime(self, product: str, version: str, compute_capability: str, world_size: int) -> None:
         """Compare the header with what runs here, before a plan is read.
@@ -174,6 +227,27 @@ class EngineDir:
         return plan
 
 
+def check_build(
+    shards: Path, output: Path, build: BuildConfig, *, api: TensorRT, workers: int = 1
+) -> tuple[ShardConfig, BuildConfig, tuple[str, ...]]:
+    """Everything that refuses a build before it starts; reads no weights and writes nothing.
+
+    Returns:
+        What the shards hold, the complete build configuration, and the GPUs that plans will run on.
+
+    Raises:
+        As :func:`build_engine_dir`.
+    """
+    check_new(output, EngineDirError)
+    source = read_shard_config(shards)
+    build = build.checked(source.draft)
+    if workers < 1:
+        raise ConfigError(f"--workers is {workers}, expected at least 1; leave it out for one engine at a time")
+    engine.check_engine_draft(source.draft)
+    engine.check_engine_options(api, build)
+    return source, build, api.compute_capabilities(build.options.compute_capabilities)
+
+
 def build_engine_dir(
     shards: Path,
     output: Path,
@@ -193,28 +267,28 @@ def build_engine_dir(
 
     Raises:
         CheckpointError, ConfigError, EngineBuildError: from the shards, the configuration or TensorRT.
-        EngineDirError: ``output`` is in use.
+        EngineDirError: ``output`` is in use, or can't be made.
     """
-    source = read_shard_config(shards)
-    build = build.checked(source.draft)
-    engine.check_engine_draft(source.draft)
-    engine.check_engine_types(api, build)
-    capabilities = api.compute_capabilities(build.options.compute_capabilities)
+    source, build, capabilities = check_build(shards, output, build, api=api, workers=workers)
+    check_rank_files(shards, source, source.rank_files)
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()
-    with _new_directory(output) as partial:
+    with new_directory(output, EngineDirError) as partial:
         for kind in network_kinds(source):
             (partial / kind).mkdir()
         with tempfile.TemporaryDirectory(dir=partial) as timing:
             jobs = [
-                Job(kind, rank, partial, shards, source, _with_timing_cache(build, api, Path(timing) / kind, rank))
+                Job(
+                    *(kind, rank, partial / engine_file_name(kind, rank), shards, source),
+                    with_timing_cache(build, api, Path(timing) / kind, rank),
+                )
                 for rank in range(source.tp_size)
                 for kind in network_kinds(source)
             ]
             if workers > 1:
-                built = _build_in_workers(jobs, api, on_phase, workers)
+                built = build_in_workers(jobs, api, on_phase, workers)
             else:
-                built = {job.name: _build_file(job, api, on_phase) for job in jobs}
+                built = {job.name: build_file(job, api, on_phase) for job in jobs}
             if build.options.output_timing_cache and not api.is_rtx:
                 caches = [(Path(timing) / kind).read_bytes() for kind in network_kinds(source)]
                 build.options.output_timing_cache.write_bytes(api.combined_timing_caches(caches))
@@ -224,13 +298,14 @@ def build_engine_dir(
         (partial / WEIGHTS).mkdir()
         for name in (CONFIG_NAME, *source.rank_files):
             _link_or_copy(shards / name, partial / WEIGHTS / name)
-            files[f"{WEIGHTS}/{name}"] = {"bytes": (shards / name).stat().st_size}
+            sha256 = source.rank_files[name]["sha256"] if name in source.rank_files else None
+            files[f"{WEIGHTS}/{name}"] = {"bytes": (shards / name).stat().st_size, "sha256": sha256}
         for name in TOKENIZER_FILES:
             if (shards / name).is_file():
                 shutil.copyfile(shards / name, partial / name)
-                files[name] = {"bytes": (shards / name).stat().st_size}
+                files[name] = {"bytes": (shards / name).stat().st_size, "sha256": None}
         header = {
-            "format": FORMAT,
+            "format": ENGINE_FORMAT,
             "version": VERSION,
             "tensorrt": {"product": api.product, "version": api.version},
             "compute_capabilities": list(capabilities),
@@ -238,6 +313,7 @@ def build_engine_dir(
             "target": source.target and to_dict(source.target),
             "draft": to_dict(source.draft),
             "build": engine.to_dict(build),
+            "build_sha256": engine.digest(engine.to_dict(build)),
             "weights_hash": source.weights_hash,
             "plugin_abi": PLUGIN_ABI,
             "kernels": find_library() is not None and all(has_kernel(ALL_OPS[name]) for name in plugins),
@@ -266,121 +342,10 @@ def network_kinds(source: ShardConfig) -> tuple[Kind, ...]:
     return ("draft", "target") if source.target else ("draft",)
 
 
-Built = tuple[dict[str, Any], set[str]]
-"""What the directory says of a plan's file, and the plugins in it."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One network of one rank to build into its file in ``directory``."""
-
-    kind: Kind
-    rank: int
-    directory: Path
-    shards: Path
-    source: ShardConfig
-    build: BuildConfig
-
-    @property
-    def name(self) -> tuple[Kind, int]:
-        return self.kind, self.rank
-
-
-def _with_timing_cache(build: BuildConfig, api: TensorRT, first: Path, rank: int) -> BuildConfig:
-    """``build`` for a rank. Rank 0 writes what it timed to ``first``, and the other ranks start from that.
-
-    What is not split is the same on all ranks, and must be computed by the same kernels to have the same bits there;
-    a build that timed for itself might choose others.
-    """
-    if api.is_rtx:  # times nothing
-        return build
-    caches = {"output_timing_cache": first} if rank == 0 else {"input_timing_cache": first, "output_timing_cache": None}
-    return dataclasses.replace(build, options=dataclasses.replace(build.options, **caches))
-
-
-def _build_file(job: Job, api: TensorRT, on_phase: Callable[[str], None]) -> Built:
-    with tempfile.TemporaryDirectory(dir=job.directory) as scratch:
-        plan, names = _build_one(job, Path(scratch), api, on_phase)
-    (job.directory / engine_file_name(*job.name)).write_bytes(plan)
-    return {"bytes": len(plan), "sha256": hashlib.sha256(plan).hexdigest()}, names
-
-
-def _build_in_workers(
-    jobs: Sequence[Job], api: TensorRT, on_phase: Callable[[str], None], workers: int
-) -> dict[tuple[Kind, int], Built]:
-    """What was built, in the order of ``jobs``; the first error ends what has not begun."""
-    built: dict[tuple[Kind, int], Built] = {}
-    # New interpreters: a process that has CUDA or TensorRT open can't be forked.
-    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
-        futures: dict[Future[Built], Job] = {}
-
-        def submit(chosen: Iterable[Job]) -> None:
-            for job in chosen:
-                on_phase(f"{job.kind} rank {job.rank}: queued")
-                futures[pool.submit(_work, job, api.product)] = job
-
-        # Where the other ranks start from what rank 0's build timed, they wait for it.
-        first, later = (jobs, []) if api.is_rtx else ([j for j in jobs if not j.rank], [j for j in jobs if j.rank])
-        submit(first)
-        try:
-            while futures:
-                for future in wait(futures, return_when=FIRST_COMPLETED).done:
-                    job = futures.pop(future)
-                    built[job.name] = future.result()
-                    on_phase(f"{job.kind} rank {job.rank}: done")
-                    if job.rank == 0:
-                        submit(other for other in later if other.kind == job.kind)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {job.name: built[job.name] for job in jobs}
-
-
-def _work(job: Job, product: str) -> Built:
-    """:func:`_build_file` in a process of its own, on one of the GPUs."""
-    import torch
-
-    from ..plugins import tensorrt_api
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(job.rank % torch.cuda.device_count())
-    return _build_file(job, tensorrt_api.load(product), lambda phase: None)
-
-
-def _build_one(job: Job, scratch: Path, api: TensorRT, on_phase: Callable[[str], None]) -> tuple[bytes, set[str]]:
-    """The plan of one network and rank, and the names of its plugins."""
-    # Imported here because reading a directory needs neither torch.onnx nor the networks.
-    from .network import load_network
-    from .onnx_export import export_network
-
-    kind, rank, build = job.kind, job.rank, job.build
-    on_phase(f"{kind} rank {rank}: export")
-    model = export_network(load_network(kind, job.shards, rank, build), scratch / f"{kind}_rank{rank}.onnx")
-    on_phase(f"{kind} rank {rank}: build")
-    plan = engine.build_engine(
-        model.path,
-        api=api,
-        lowering=build.lowering,
-        profiles=engine.profiles_for(model.inputs, engine.dimension_ranges(kind, job.source.draft, build)),
-        expected_plugin_layers=model.plugin_counts,
-        options=build.options,
-    )
-    return plan, set(model.plugin_counts) if build.lowering is Lowering.PLUGIN else set()
-
-
-@contextmanager
-def _new_directory(output: Path) -> Iterator[Path]:
-    """A directory that is renamed to ``output`` if the block succeeds, and removed if it fails."""
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise EngineDirError(f"{output}: exists already; remove it or pass another --output")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    try:
-        yield partial
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _flat(target: TargetConfig | None, draft: DraftConfig, tp_size: int) -> dict[str, Any]:
+    """Key of a header -> value."""
+    sections = {"target": to_dict(target) if target else {}, "draft": to_dict(draft), "mapping": {"tp_size": tp_size}}
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _link_or_copy(source: Path, destination: Path) -> None:

@@ -126,12 +126,14 @@ def load_network(
     probe: Callable[[str, Tensor], None] = ignore,
     markov: MarkovOptions | None = None,
     online_acceptance: bool = False,
+    check_bytes: bool = True,
 ) -> Network:
     """A rank's draft or target with its weights, as ``build`` wants it, on the CPU.
 
     Args:
         markov: changes how a draft chooses its tokens, all but the noise for the torch session only.
         online_acceptance: acceptance will be estimated while decoding, which keeps the draft's sampling whole.
+        check_bytes: compare the rank's file with what was written; False where that was done already.
 
     Raises:
         CheckpointError: the shards are incomplete or damaged, don't hold that network or rank, or do not fit it.
@@ -167,5 +169,5 @@ def load_network(
     else:
         model = TargetModel(config.target, context)
         io = target_io(config.target, context, slots=slots)
-    load_shard(model, shards / rank_file_name(rank), network=kind)
+    load_shard(model, shards / rank_file_name(rank), network=kind, check_bytes=check_bytes)
     return Network(model, io)

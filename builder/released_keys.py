@@ -74,5 +74,12 @@ class KeyReader:
         if value not in allowed:
             self.problems.append(f"{key} is {value!r}, supported: {sorted(map(str, allowed))}")
 
+    def int_list(self, key: str) -> tuple[int, ...]:
+        values = self.get(key, list)
+        if not all(type(value) is int for value in values):
+            self.problems.append(f"{key} is {values!r}, expected a list of integers")
+            return ()
+        return tuple(values)
+
     def unknown(self, allowed: Iterable[str]) -> list[str]:
         return sorted(set(self.values) - self.consumed - IGNORED_KEYS - set(allowed))

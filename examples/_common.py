@@ -1,4 +1,4 @@
-"""What the examples share: text to token ids and back, prompt files, plots, what computes, and a job with its ending.
+"""What the examples share: text to token ids and back, files of users, plots, what computes, and a job with its ending.
 
 The exit status of a job is 2 where what was asked for is refused: options, prompts, the directory, the number of
 ranks. It is 1 where a rank failed while it ran, or where the program compares and finds a difference.
@@ -7,23 +7,35 @@ ranks. It is 1 where a rank failed while it ran, or where the program compares a
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
-from dspark_trt.plugins.tensorrt_api import TensorRTUnavailableError
+from dspark_trt.builder.checkpoint import CheckpointError, DamagedWeightsError, rank_file_name
+from dspark_trt.builder.checkpoint.tensor_file import read_header
+from dspark_trt.builder.config import ConfigError
+from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir, EngineDirError
+from dspark_trt.plugins.library import KernelUnavailableError
+from dspark_trt.plugins.tensorrt_api import EngineLoadError, TensorRTUnavailableError
 from dspark_trt.runtime_py.acceptance import ScheduleError
 from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.mapping import MappingError
 from dspark_trt.runtime_py.requests import RequestError
+from dspark_trt.runtime_py.stock import StockError
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from tokenizers import Tokenizer
 
-REFUSALS = (EngineDirError, LaunchError, RequestError, ScheduleError, TensorRTUnavailableError)
-"""Errors of what was asked for, for ``fail_together``."""
+REFUSALS = (
+    *(RequestError, ScheduleError, ConfigError, LaunchError, MappingError, EngineDirError),
+    *(DamagedWeightsError, EngineLoadError, TensorRTUnavailableError, KernelUnavailableError, StockError),
+)
+"""Errors of what was asked for, for ``fail_together``. Other CheckpointErrors are none: weights that can't be used are
+found by :func:`open_engine_dir`, and what is left is a disk that fails while they are read. Nor are MailboxError and
+BoundaryError, which also tell of a step that went wrong."""
 
 
 class Text:
@@ -33,25 +45,74 @@ class Text:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise RequestError(f"{file}: not found; text prompts need the checkpoint's tokenizer.json, copy it there")
-        self._tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library has no class of its own
+            raise RequestError(
+                f"{file}: not a tokenizer ({' '.join(str(error).split())}); copy the checkpoint's tokenizer.json again"
+            ) from None
         self._prefix = [] if bos_token_id is None else [bos_token_id]
 
     def encode(self, text: str) -> list[int]:
+        """The ids of a prompt; RequestError for what is no text, such as bytes on a command line that are not UTF-8."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt {text[:40]!a}: character {error.start} is U+{ord(text[error.start]):04X}, which is no text; "
+                "pass the prompt in UTF-8"
+            ) from None
         return self._prefix + list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
 
 
+def read_text(path: Path, wanted: str) -> str:
+    """The text of a file in UTF-8, or RequestError, which says what was ``wanted``."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}; pass {wanted}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{path}: byte {error.start} is 0x{error.object[error.start]:02x}, which is not UTF-8; pass {wanted}, "
+            "saved as UTF-8"
+        ) from None
+
+
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one a line; empty lines are passed over."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}; pass a file with one prompt a line") from None
+    lines = read_text(path, "a file with one prompt a line").splitlines()
     if not (prompts := [line for line in lines if line.strip()]):
         raise RequestError(f"{path}: no prompt in it; expected one a line")
     return prompts
+
+
+def check_output(path: Path, flag: str, *, suffixes: Iterable[str] = (), directory: bool = False) -> None:
+    """Raise RequestError if ``path`` can't be written: before any work, or the work would be lost. Makes nothing.
+
+    Args:
+        flag: the option that names the path, for the message.
+        suffixes: how the name may end, in small letters; none for any.
+        directory: the path is of a directory to write files in, not of a file.
+    """
+    place = path if directory else path.parent
+    # What is missing below the first one that is there will be made.
+    there = next((p for p in (place, *place.parents) if os.path.lexists(p)), place)
+    if (known := tuple(suffixes)) and not path.name.lower().endswith(known):
+        problem = f"ends in none of {', '.join(known)}; pass a name with one of these endings"
+    elif not directory and path.is_dir():
+        problem = "is a directory, expected the name of a file; pass one"
+    elif not there.is_dir():
+        problem = f"{there} is not a directory, expected one to write in; pass another path"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"the directory {there} is not writable; pass another path or change its permissions"
+    elif not directory and os.path.lexists(path) and not os.access(path, os.W_OK):
+        problem = "the file is not writable; pass another path or change its permissions"
+    else:
+        return
+    raise RequestError(f"{flag} {path}: {problem}")
 
 
 def import_pyplot() -> Any:
@@ -68,9 +129,36 @@ def import_pyplot() -> Any:
     return pyplot
 
 
+def image_suffixes(pyplot: Any) -> list[str]:
+    """Endings of the images that matplotlib writes by itself."""
+    figure = pyplot.figure()
+    kinds = figure.canvas.get_supported_filetypes()
+    pyplot.close(figure)
+    return [f".{kind}" for kind in sorted(kinds) if kind != "pgf"]  # that is LaTeX's
+
+
 def device_name(place: torch.device) -> str:
     """What computes, for people."""
     return "the CPU" if place.type == "cpu" else torch.cuda.get_device_name(place)
+
+
+def open_engine_dir(path: Path) -> EngineDir:
+    """An engine directory whose header, files and weights' headers can be read; EngineDirError if not.
+
+    Every rank looks at the files of all, so that all refuse together.
+    """
+    try:
+        directory = EngineDir.open(path)
+        for rank in range(directory.tp_size):
+            read_header(path / WEIGHTS / rank_file_name(rank))
+    except OSError as error:
+        raise EngineDirError(
+            f"{error.filename or path}: {error.strerror or error}; expected a directory that dspark-build wrote, "
+            "readable for this user; pass another --engine-dir or change its permissions"
+        ) from None
+    except CheckpointError as error:
+        raise EngineDirError(f"{error}, or copy the engine directory again") from None
+    return directory
 
 
 def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] | None:
@@ -80,7 +168,7 @@ def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] |
         command: how the user starts the program, for the error's advice.
     """
     try:
-        directory = EngineDir.open(engine_dir)
+        directory = open_engine_dir(engine_dir)
         return directory, connect(directory.tp_size, command)
     except (EngineDirError, LaunchError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -28,9 +28,9 @@ goes to another expert, or gets another token and other drafts behind it. Limits
 they would hide broken kernels too: such an output is FAILED, with the number of rows beyond the limit. A tie moves
 single rows, a broken kernel many.
 
-The exit status is 1 if anything differs or a rank failed, and 2 if options, prompts, directory or number of ranks
-are wrong. With a checkpoint, both numerics are compared, each within itself, and their distance from each other is
-printed. ``--save DIR`` keeps models, inputs and reference outputs for ``polygraphy run``.
+The exit status is 1 if anything differs, nothing was compared or a rank failed, and 2 if options, prompts, directory
+or number of ranks are wrong. With a checkpoint, both numerics are compared, each within itself, and their distance
+from each other is printed. ``--save DIR`` keeps models, inputs and reference outputs for ``polygraphy run``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,22 +48,24 @@ from typing import Annotated, Literal
 import numpy as np
 import onnxruntime
 import tyro
-from _common import REFUSALS, Text, read_prompts
+from _common import REFUSALS, Text, check_output, open_engine_dir, read_prompts, watched
 from _comparison import OutputResult, as_numpy, compare_results
 from _engines import TENSORRT, Engines, open_engines
 from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
-from dspark_trt.builder.checkpoint import ShardConfig, convert_checkpoint, read_shard_config
+from dspark_trt.builder.checkpoint import ShardConfig, convert_checkpoint, rank_file_name, read_shard_config
 from dspark_trt.builder.cli import USER_ERRORS
 from dspark_trt.builder.config import Numerics
 from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir
 from dspark_trt.builder.network import Kind, load_network
 from dspark_trt.builder.onnx_export import export_network
+from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
 from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS
-from dspark_trt.runtime_py.communicator import Communicator, connect, fail_together
+from dspark_trt.runtime_py.communicator import Communicator, connect
 from dspark_trt.runtime_py.decoder import Decoder, Execution
 from dspark_trt.runtime_py.requests import RequestError, SamplingParams
 from dspark_trt.runtime_py.session import Session, TorchSession
+from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.comparator import Comparator, RunResults
@@ -94,6 +96,8 @@ CALLS = 4
 """Calls of each network that are compared, the first ones of the decode; of a prefill in parts, all parts are one."""
 TOKENS = 16
 """Tokens a prompt: enough for that many calls."""
+SLOWEST_BYTES_PER_SECOND = 5e6
+"""Of a rank's weights, in whatever is done with them: the slowest is a call of references on a busy CPU."""
 PROMPTS = Path(__file__).with_name("prompts.txt")
 
 
@@ -119,6 +123,37 @@ class Options:
     """Leading prompts of that file to take."""
     save: Path | None = None
     """Directory to keep NUMERICS/NETWORK_rankN.onnx in, with _inputs.json and _outputs.json beside it."""
+    timeout: float = DEFAULT_TIMEOUT_S
+    """Seconds after which a part of the work (which has more, by the size of the weights) is taken for stuck; the job
+    ends then."""
+
+    def problems(self) -> list[str]:
+        """What can't be compared, a sentence each."""
+        problems = []
+        if (self.checkpoint is None) == (self.engine_dir is None):
+            given = "both" if self.checkpoint else "neither"
+            problems.append(f"{given} of --checkpoint and --engine-dir was given, expected one; pass either")
+        if not self.networks:
+            problems.append("--networks names none, expected draft, target or both; leave the option out for both")
+        if self.num_prompts < 1:
+            problems.append(f"--num-prompts is {self.num_prompts}, expected at least 1; pass more")
+        if self.checkpoint and self.num_prompts > MAX_REQUESTS:
+            problems.append(
+                f"--num-prompts is {self.num_prompts}, expected at most {MAX_REQUESTS}, which are decoded at once; "
+                "pass fewer"
+            )
+        if self.numerics == "released":
+            problems += self.dtype_problems("released numerics")
+        return problems
+
+    def dtype_problems(self, what: str) -> list[str]:
+        """Why ``what``, which is in released numerics, does not take the ``--dtype``."""
+        if self.dtype in (None, "bfloat16"):
+            return []
+        return [
+            f"{what} are bfloat16, --dtype is {self.dtype}; add --numerics dequantized (in place of released), or "
+            "leave --dtype out"
+        ]
 
 
 def record_feeds(
@@ -193,6 +228,7 @@ def run_build(
     prompts: list[list[int]],
     models: Path,
     communicator: Communicator,
+    progress: Progress,
 ) -> Iterator[Run]:
     """Run every runner of each network over the same recorded inputs.
 
@@ -202,24 +238,41 @@ def run_build(
     source, rank = read_shard_config(shards), communicator.rank
     build = build.checked(source.draft)
     kinds: tuple[Kind, ...] = ("draft", "target")
-    networks = {kind: load_network(kind, shards, rank, build) for kind in kinds}
+    pass_s = (shards / rank_file_name(rank)).stat().st_size / SLOWEST_BYTES_PER_SECOND
+
+    def operation(name: str, passes: int = 1) -> AbstractContextManager[None]:
+        """What goes over the weights so many times."""
+        return progress.operation(name, extra_s=passes * pass_s)
+
+    with operation("loading of the weights", len(kinds)):
+        networks = {kind: load_network(kind, shards, rank, build) for kind in kinds}
     sessions = {kind: TorchSession(network, communicator) for kind, network in networks.items()}
-    feeds = record_feeds(sessions, source, build, communicator, prompts)
+    # Every token may take a step, and prompts that find no slot come one after the other.
+    with operation("decode that the inputs are of", 2 * TOKENS * len(prompts)):
+        feeds = record_feeds(sessions, source, build, communicator, prompts)
     directory = EngineDir.open(options.engine_dir) if options.engine_dir else None
     opened = open_engines(directory, build, communicator, options.backend) if directory else nullcontext()
-    with opened as engines:
-        for kind in options.networks:
+    with operation("opening and running of the engines", 0), opened as engines:
+        for kind in dict.fromkeys(options.networks):
             stem = models / f"{kind}_rank{rank}"
-            model = export_network(networks[kind], stem.with_suffix(".onnx"))
-            runners, left_out = make_runners(sessions[kind], kind, model.path, build, communicator, engines)
-            results = Comparator.run(runners, data_loader=feeds[kind])
-            if options.save:
-                save_json(feeds[kind], f"{stem}_inputs.json")
-                RunResults(list(results)[:1]).save(f"{stem}_outputs.json")
-            yield Run(kind, runners[0], feeds[kind], results, left_out)
+            with operation(f"export of the {kind}"):
+                model = export_network(networks[kind], stem.with_suffix(".onnx"))
+            with operation(f"preparation of the runners of the {kind}", 2):
+                runners, left_out = make_runners(sessions[kind], kind, model.path, build, communicator, engines)
+            results = RunResults()
+            for runner in runners:
+                with operation(f"{runner.name} of the {kind}", 1 + len(feeds[kind])):
+                    results.extend(Comparator.run([runner], data_loader=feeds[kind]))
+            with operation(f"saving and comparison of the {kind}", 2 + len(feeds[kind])):
+                if options.save:
+                    save_json(feeds[kind], f"{stem}_inputs.json")
+                    RunResults(list(results)[:1]).save(f"{stem}_outputs.json")
+                yield Run(kind, runners[0], feeds[kind], results, left_out)
 
 
-def compare(options: Options, shards: Path, builds: list[BuildConfig], communicator: Communicator) -> int:
+def compare(
+    options: Options, shards: Path, builds: list[BuildConfig], communicator: Communicator, progress: Progress
+) -> int:
     """Compare under every build configuration and print; returns the exit status."""
     console = Console(quiet=communicator.rank != 0, soft_wrap=True, highlight=False, color_system=None)
     source = read_shard_config(shards)
@@ -227,24 +280,33 @@ def compare(options: Options, shards: Path, builds: list[BuildConfig], communica
         raise RequestError(f"{shards}: holds a draft without its target; the inputs come from a decode with both")
     text = Text(shards if (shards / "tokenizer.json").is_file() else shards.parent, source.target.bos_token_id)
     prompts = [text.encode(prompt) for prompt in read_prompts(options.prompts_file)[: options.num_prompts]]
-    failed, first = 0, dict[Kind, Run]()
+    compared, failed, first = 0, 0, dict[Kind, Run]()
     with tempfile.TemporaryDirectory() as scratch:
         for build in builds:
             models = (options.save or Path(scratch)) / build.numerics.value
             title = f"{build.numerics.value} numerics, {build.dtype}, {communicator.size} rank(s)"
-            for run in run_build(options, shards, build, prompts, models, communicator):
+            for run in run_build(options, shards, build, prompts, models, communicator, progress):
                 limits = dict.fromkeys((name for name, _ in run.results), LIMITS[build.numerics, build.dtype])
                 limits[TENSORRT] = ENGINE_LIMITS[build.numerics, build.dtype]
                 rows = compare_results(run.results, limits)
-                failed += sum(not row.passed for row in rows)
+                compared, failed = compared + len(rows), failed + sum(not row.passed for row in rows)
                 console.print(result_table(f"{run.kind}: {title}, {len(run.feeds)} calls, against {REFERENCE}", rows))
                 for name, reason in run.left_out.items():
                     console.print(f"{name} left out: {reason}")
                 if (other := first.setdefault(run.kind, run)) is not run:
                     console.print(distance_table(other, run, f"{run.kind}: from released to {build.dtype}, not judged"))
-    failed = max(communicator.all_gather_object(failed))
-    console.print(f"{failed} outputs differ" if failed else "all outputs agree")
-    return 1 if failed else 0
+    status, said = verdict(communicator.all_gather_object((compared, failed)))
+    console.print(said)
+    return status
+
+
+def verdict(counts: Sequence[tuple[int, int]]) -> tuple[int, str]:
+    """The exit status, and what is said, of how many outputs each rank compared and how many of them differed."""
+    if failed := max(failed for _, failed in counts):
+        return 1, f"{failed} outputs differ"
+    if idle := [rank for rank, (compared, _) in enumerate(counts) if not compared]:
+        return 1, f"no output was compared on rank {', '.join(map(str, idle))}, so nothing is known to agree"
+    return 0, "all outputs agree"
 
 
 def distance_table(first: Run, second: Run, title: str) -> Table:
@@ -279,11 +341,8 @@ def result_table(title: str, rows: Sequence[OutputResult]) -> Table:
 @contextmanager
 def shards_of(options: Options) -> Iterator[tuple[Path, list[BuildConfig]]]:
     """A shard directory of what is to be compared, and the build configurations to compare it under."""
-    if (options.checkpoint is None) == (options.engine_dir is None):
-        given = "both" if options.checkpoint else "neither"
-        raise RequestError(f"{given} of --checkpoint and --engine-dir was given, expected one; pass either")
     if options.engine_dir:
-        directory = EngineDir.open(options.engine_dir)
+        directory = open_engine_dir(options.engine_dir)
         yield directory.path / WEIGHTS, [build_asked_for(options, directory.build)]
         return
     assert options.checkpoint is not None
@@ -299,6 +358,8 @@ def shards_of(options: Options) -> Iterator[tuple[Path, list[BuildConfig]]]:
 def build_asked_for(options: Options, built: BuildConfig) -> BuildConfig:
     """How an engine directory was built, with the numerics that the options name in place of its own."""
     numerics = Numerics(options.numerics or built.numerics)
+    if numerics is Numerics.RELEASED and (problems := options.dtype_problems("the released numerics of the engines")):
+        raise RequestError(problems[0])
     dtype = options.dtype or (built.dtype if numerics is built.numerics else "float32")
     dtype = dtype if numerics is Numerics.DEQUANTIZED else "bfloat16"
     # Lowering is a matter of engines; not every one has all numerics.
@@ -309,13 +370,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, description=__doc__)
     G_LOGGER.module_severity = G_LOGGER.WARNING
     try:
+        if problems := options.problems():
+            raise RequestError("; ".join(problems))
+        if options.save:
+            check_output(options.save, "--save", directory=True)
         with shards_of(options) as (shards, builds):
             communicator = connect(read_shard_config(shards).tp_size, "python examples/compare_accuracy.py ...")
-            with fail_together(communicator, refusals=REFUSALS):
-                return compare(options, shards, builds, communicator)
+            with watched(communicator, timeout_s=options.timeout, debug=False) as progress:
+                return compare(options, shards, builds, communicator, progress)
     except (*USER_ERRORS, *REFUSALS) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    raise AssertionError("watched() ends the job")
 
 
 if __name__ == "__main__":

@@ -41,12 +41,15 @@ from typing import Literal
 
 import torch
 import tyro
+from _common import check_output, read_text
 from dspark_trt.builder.checkpoint import Checkpoint, convert_checkpoint, count_stages, read_shard_config
 from dspark_trt.builder.cli import USER_ERRORS
-from dspark_trt.builder.config import Numerics, TargetConfig, read_configs
+from dspark_trt.builder.config import DraftConfig, Numerics, TargetConfig, read_configs
 from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import Network, load_network
 from dspark_trt.builder.onnx_export import Probes
+from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
+from dspark_trt.runtime_py.requests import RequestError
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
@@ -106,7 +109,7 @@ def tensor_names(stages: int) -> list[str]:
 
 def read_prompt_ids(path: Path) -> list[list[int]]:
     """The requests of a prompt file, as ``--prompt-ids`` takes them."""
-    text = path.read_text()
+    text = read_text(path, "a file with token ids, one request a line")
     try:
         if text.lstrip().startswith("["):
             prompts = json.loads(text)
@@ -125,7 +128,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
 def check_prompts(prompts: Sequence[Sequence[int]], config: TargetConfig, block: int) -> None:
     """Raise :class:`DumpError` for ids outside the vocabulary and prompts that leave no room for a block."""
     longest = config.max_position_embeddings - block
-    problems = []
+    problems = _count_problems(len(prompts)) if prompts else []
     for i, prompt in enumerate(prompts):
         if bad := [t for t in prompt if not 0 <= t < config.vocab_size]:
             problems.append(f"request {i} has token ids {bad[:5]}, expected 0..{config.vocab_size - 1}")
@@ -133,6 +136,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], config: TargetConfig, block:
             problems.append(f"request {i} has {len(prompt)} tokens, expected at most {longest}")
     if problems:
         raise DumpError("; ".join(problems))
+
+
+def _count_problems(requests: int) -> list[str]:
+    if 1 <= requests <= MAX_REQUESTS:
+        return []
+    return [f"there are {requests} requests, expected 1 to {MAX_REQUESTS}, which a draft step takes"]
 
 
 def rings(network: Network) -> list[Tensor]:
@@ -161,7 +170,7 @@ def run_target(network: Network, prompts: Sequence[Sequence[int]], window: int) 
     )
 
 
-def read_features(path: Path, width: int, dtype: torch.dtype, vocab_size: int) -> Step:
+def read_features(path: Path, config: DraftConfig, dtype: torch.dtype) -> Step:
     """The start of a step from a file; anchors stand right behind the last row of their request."""
     try:
         found = load_file(path)
@@ -172,25 +181,51 @@ def read_features(path: Path, width: int, dtype: torch.dtype, vocab_size: int) -
     wanted = ("anchor_ids", "context_features", "context_positions", "context_request")
     if missing := [name for name in wanted if name not in found]:
         raise DumpError(f"{path}: {', '.join(missing)} missing; expected {', '.join(wanted)}")
-    features = found["context_features"]
-    anchors, positions, request = (found[n].to(torch.int32) for n in ("anchor_ids", *wanted[2:]))
-    rows, count = features.shape[0], anchors.shape[0]
+    anchors, features, positions, request = (found[name] for name in wanted)
+    width = config.num_features * config.hidden_size
+    rows, count = list(features.shape[:1]), anchors.numel()
     problems = []
     if features.dim() != 2 or features.shape[1] != width:
         problems.append(f"context_features has shape {list(features.shape)}, expected [rows, {width}]")
+    if not features.is_floating_point():
+        problems.append(f"context_features is {_dtype(features)}, expected a floating-point type")
+    if anchors.dim() != 1:
+        problems.append(f"anchor_ids has shape {list(anchors.shape)}, expected [requests]")
     problems += [
-        f"{name} has shape {list(t.shape)}, expected [{rows}]"
+        f"{name} has shape {list(t.shape)}, expected {rows or '[rows]'}"
         for name, t in (("context_positions", positions), ("context_request", request))
-        if t.shape != (rows,)
+        if t.dim() != 1 or (rows and list(t.shape) != rows)
     ]
-    if anchors.dim() != 1 or not bool(((anchors >= 0) & (anchors < vocab_size)).all()):
-        problems.append(f"anchor_ids is {anchors.tolist()}, expected ids of 0..{vocab_size - 1}")
-    if not problems and sorted(set(request.tolist())) != list(range(count)):
-        problems.append(f"context_request names {sorted(set(request.tolist()))}, expected each of 0..{count - 1}")
+    problems += [
+        f"{name} is {_dtype(found[name])}, expected int32 or int64"
+        for name in ("anchor_ids", "context_positions", "context_request")
+        if found[name].dtype not in (torch.int32, torch.int64)
+    ]
+    if not problems:
+        problems = _value_problems(anchors, positions, request, config)
     if problems:
         raise DumpError(f"{path}: {'; '.join(problems)}. Write it again, for this checkpoint")
+    anchors, positions, request = (t.to(torch.int32) for t in (anchors, positions, request))
     last = torch.zeros(count, dtype=torch.int32).scatter_reduce(0, request.long(), positions, "amax")
     return Step(anchors, last + 1, features.to(dtype), positions, request)
+
+
+def _value_problems(anchors: Tensor, positions: Tensor, request: Tensor, config: DraftConfig) -> list[str]:
+    """What is wrong with the numbers of features whose shapes are right."""
+    problems, count = _count_problems(len(anchors)), len(anchors)
+    if not bool(((anchors >= 0) & (anchors < config.vocab_size)).all()):
+        problems.append(f"anchor_ids is {anchors.tolist()}, expected ids of 0..{config.vocab_size - 1}")
+    # Behind the last row there is room for a block.
+    limit = config.max_position_embeddings - config.block_rows
+    if bad := positions[(positions < 0) | (positions >= limit)].tolist():
+        problems.append(f"context_positions has {bad[:5]}, expected 0..{limit - 1}")
+    if (named := sorted(set(request.tolist()))) != list(range(count)):
+        problems.append(f"context_request names {named[:5]}, expected each of 0..{count - 1}")
+    return problems
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def draft_step(network: Network, probes: Probes, step: Step) -> dict[str, Tensor]:
@@ -217,6 +252,7 @@ def dump(options: Options) -> dict[str, Tensor]:
     if (options.prompt_ids is None) == (options.features is None):
         given = "both" if options.features else "neither"
         raise DumpError(f"{given} of --prompt-ids and --features was given, expected one; pass either")
+    check_output(options.output, "--output")
     prompts = read_prompt_ids(options.prompt_ids) if options.prompt_ids else []
     stages = count_stages(Checkpoint(options.checkpoint).files)
     target, draft = read_configs(options.checkpoint, num_stages=stages, allow_keys=options.allow_config_key)
@@ -237,8 +273,7 @@ def dump(options: Options) -> dict[str, Tensor]:
         keys = options.allow_config_key
         convert_checkpoint(options.checkpoint, shards, tp_size=1, draft_only=not prompts, allow_keys=keys)
         if options.features:
-            width = draft.num_features * draft.hidden_size
-            step = read_features(options.features, width, getattr(torch, dtype), draft.vocab_size)
+            step = read_features(options.features, draft, getattr(torch, dtype))
         else:
             network = load_network("target", shards, 0, build_for(len(prompts)))
             step = run_target(network, prompts, target.sliding_window)
@@ -254,13 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, description=__doc__)
     try:
         tensors = dump(options)
-    except (*USER_ERRORS, DumpError) as error:
+    except (*USER_ERRORS, DumpError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     table = Table("tensor", "dtype", "shape", "rms", title=str(options.output), title_justify="left")
     for name, tensor in tensors.items():
         rms = f"{tensor.double().square().mean().sqrt():.4g}" if tensor.is_floating_point() else ""
-        table.add_row(name, str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), rms)
+        table.add_row(name, _dtype(tensor), str(list(tensor.shape)), rms)
     Console().print(table)
     return 0
 

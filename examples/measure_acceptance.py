@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from _common import Text, device_name, import_pyplot, open_job, read_prompts, watched
+from _common import Text, check_output, device_name, import_pyplot, open_job, read_prompts, watched
 from _decoding import METHODS
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
@@ -47,6 +47,7 @@ from torch import Tensor
 
 COMMAND = "python examples/measure_acceptance.py --engine-dir DIR --output DIR"
 LEVEL = 0.95
+REPORT, FIGURE = "acceptance.json", "acceptance.png"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,22 @@ class Options:
     for stuck; the job ends then."""
     debug: bool = False
     """Show tracebacks."""
+
+    def problems(self) -> list[str]:
+        """What would leave nothing to measure, a sentence each."""
+        problems = [
+            f"--{name} names none, expected at least one; leave the option out for the usual ones"
+            for name in ("temperatures", "methods")
+            if not getattr(self, name)
+        ]
+        if self.bootstrap_samples < 1:
+            problems.append(f"--bootstrap-samples is {self.bootstrap_samples}, expected at least 1; pass more")
+        if self.max_output_len < 2:
+            problems.append(
+                f"--max-output-len is {self.max_output_len}, expected at least 2, as the first token comes without "
+                "drafts; pass more"
+            )
+        return problems
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,12 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     console = Console(quiet=communicator.rank != 0, width=120, highlight=False, color_system=None)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; acceptance needs both")
+    if problems := options.problems():
+        raise RequestError("; ".join(problems))
     pyplot = import_pyplot()
+    if communicator.rank == 0:  # it writes, and its refusal ends every rank
+        for name in (REPORT, FIGURE):
+            check_output(options.output / name, "--output")
     text = Text(directory.path, directory.target.bos_token_id)
     prompts_file = options.prompts_file or Path(__file__).with_name("prompts.txt")
     prompts = [text.encode(prompt) for prompt in read_prompts(prompts_file)]
@@ -166,9 +188,9 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
             "acceptance": rows,
         }
         written = json.dumps(document, indent=1, default=dataclasses.asdict)
-        (options.output / "acceptance.json").write_text(written + "\n")
-        draw(rows, pyplot).savefig(options.output / "acceptance.png", dpi=80)
-        console.print(f"wrote {options.output}/acceptance.json and acceptance.png")
+        (options.output / REPORT).write_text(written + "\n")
+        draw(rows, pyplot).savefig(options.output / FIGURE, dpi=80)
+        console.print(f"wrote {options.output}/{REPORT} and {FIGURE}")
 
 
 def sampling(options: Options, temperature: float, prompts: int) -> list[SamplingParams]:

@@ -18,9 +18,10 @@ mpirun_flags() {
 }
 
 step "1/5  Python environment in .venv"
-if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; then
-    echo "$("$python" --version 2>&1) found, Python 3.10 to 3.13 is needed; name one with: PYTHON=python3.12 bash $0" >&2
-    exit 1
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) || version="not there"
+if [[ ! $version =~ ^3\.1[0-3]$ ]]; then
+    echo "$python is $version, Python 3.10 to 3.13 is needed; name one with: PYTHON=python3.12 bash $0" >&2
+    exit 2
 fi
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
 # shellcheck disable=SC1091

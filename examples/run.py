@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from _common import Text, device_name, import_pyplot, open_job, read_prompts, watched
+from _common import Text, check_output, device_name, image_suffixes, import_pyplot, open_job, read_prompts, watched
 from _decoding import METHODS, SamplingFlags, VerificationFlags
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
@@ -63,7 +63,7 @@ class Options:
     stats_json: Path | None = None
     """Write the statistics here."""
     plot: Path | None = None
-    """Draw the accepted tokens by position as PNG."""
+    """Draw the accepted tokens by position, in the format that the suffix names, such as .png."""
     backend: Backend = "auto"
     """What executes the networks."""
     device: DeviceChoice = "auto"
@@ -82,7 +82,7 @@ class Options:
     trace: Path | None = None
     """Write a timeline of all ranks that Perfetto opens, as .json or .json.gz."""
     request_counts: tuple[int, ...] | None = None
-    """Request counts whose steps are captured in CUDA graphs; powers of two when left out."""
+    """Request counts whose steps are captured in CUDA graphs; left out: powers of two and the largest batch."""
     debug: bool = False
     """Show tracebacks."""
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
@@ -127,6 +127,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         raise RequestError("; ".join(problems))
     make_scheduler = options.verification.scheduler_maker(block)
     pyplot = import_pyplot() if options.plot else None
+    if communicator.rank == 0:  # it writes them, and its refusal ends every rank
+        check_outputs(options, pyplot)
     check_alike(communicator, device=options.device, backend=options.backend)
     place = rank_device(communicator, options.device)
     executor = choose_executor(directory, communicator, place, options.backend)
@@ -198,6 +200,16 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         if options.plot:
             plot_acceptance(stats, options.plot, pyplot)
     return status
+
+
+def check_outputs(options: Options, pyplot: Any) -> None:
+    """Raise RequestError if a file that was asked for can't be written."""
+    if options.stats_json:
+        check_output(options.stats_json, "--stats-json")
+    if options.trace:
+        check_output(options.trace, "--trace", suffixes=(".json", ".json.gz"))
+    if options.plot:
+        check_output(options.plot, "--plot", suffixes=image_suffixes(pyplot))
 
 
 def prompt_texts(options: Options) -> list[str]:
@@ -345,7 +357,7 @@ def profile(decoder: Decoder, ids: list[list[int]], params: SamplingParams, cons
 
 
 def plot_acceptance(stats: Statistics, path: Path, pyplot: Any) -> None:
-    """Draw the share of drafts accepted at each position as a PNG."""
+    """Draw the share of drafts accepted at each position, in the format of the path's suffix."""
     shares = [k / max(n, 1) for n, k in zip(stats.proposed_per_position, stats.accepted_per_position, strict=True)]
     positions = range(1, len(shares) + 1)
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")

@@ -41,7 +41,7 @@ def trace_scope(path: Path, communicator: Communicator) -> Iterator[None]:
     if communicator.rank == 0:
         text = json.dumps(merge([json.loads(gzip.decompress(record)) for record in records])).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        path.write_bytes(gzip.compress(text) if path.suffix.lower() == ".gz" else text)
 
 
 def merge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

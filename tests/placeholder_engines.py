@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dspark_trt.builder import engine_dir
+from dspark_trt.builder import engine_dir, engine_jobs
 from dspark_trt.builder.checkpoint import convert_checkpoint
 from dspark_trt.builder.engine import BuildConfig
 
@@ -30,6 +30,6 @@ def make_engines(root: Path, tp_size: int, **build: Any) -> Path:
         convert_checkpoint(CHECKPOINT, shards, tp_size=tp_size)
     output = root / "-".join([f"tp{tp_size}", *(f"{k}.{v}" for k, v in build.items())])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_dir, "_build_one", lambda *_: (b"no plan", set()))
+        patch.setattr(engine_jobs, "_build_one", lambda *_: (b"no plan", set()))
         engine_dir.build_engine_dir(shards, output, BuildConfig(**build), api=NoTensorRT())  # type: ignore[arg-type]
     return output

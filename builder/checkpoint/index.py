@@ -11,10 +11,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..directories import INDEX_NAME, SINGLE_NAME, check_kind
 from .tensor_file import CheckpointError, StoredTensor, read_header
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 
 class Checkpoint:
@@ -28,6 +26,7 @@ class Checkpoint:
         self.directory = directory
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: not a directory; --checkpoint wants a released checkpoint directory")
+        check_kind(directory, "released", CheckpointError)
         self.files = self._read_index()
         """Tensor name -> file name."""
 
@@ -40,7 +39,7 @@ class Checkpoint:
                 )
             return dict.fromkeys(read_header(self.directory / SINGLE_NAME), SINGLE_NAME)
         try:
-            files = json.loads(path.read_text())["weight_map"]
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             bad = sorted({f for f in files.values() if Path(f).name != f})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a safetensors index ({error!r}); download the file again") from None

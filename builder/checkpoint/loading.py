@@ -9,23 +9,32 @@ one has floating-point weights and no scales, which are dequantised here, once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...plugins.numerics import FP4_BLOCK
-from ..config import DraftConfig, TargetConfig, from_dict, to_dict
+from ..config import ConfigError, DraftConfig, TargetConfig, from_dict, to_dict
+from ..directories import CONFIG_NAME, SHARD_FORMAT, check_kind
+from ..json_values import read_object, read_value
 from .quantization import dequantize_fp4, dequantize_fp8, scale_shape
-from .tensor_file import CheckpointError, StoredTensor, read_header
+from .tensor_file import CheckpointError, DamagedWeightsError, StoredTensor, file_sha256, read_header
 
-SHARD_FORMAT = "dspark-trt shards"
-SHARD_VERSION = 1
+SHARD_VERSION = 2
 """Raised whenever shards of an older package would be read wrongly."""
-CONFIG_NAME = "config.json"
+RECONVERT = "run dspark-convert again"
+REMAKE = "copy it again, or run dspark-convert (and dspark-build) again"
+
+_FILE: Any = {"bytes": int, "sha256": str}
+_KEYS: dict[str, Any] = {
+    **{"version": int, "format": str, "target": Any, "draft": Any, "mapping": {"tp_size": int}, "weights_hash": str},
+    "rank_files": Mapping[str, _FILE],
+}
 
 _WIDENINGS = {(torch.bfloat16, torch.float32), (torch.int32, torch.int64)}
 
@@ -44,8 +53,8 @@ class ShardConfig:
     tp_size: int
     weights_hash: str
     """SHA-256 over all released tensors that were read, however they were spread over files."""
-    rank_files: Mapping[str, int]
-    """File name -> size in bytes."""
+    rank_files: Mapping[str, Mapping[str, Any]]
+    """File name -> its size, ``bytes``, and ``sha256``."""
 
     def write(self, directory: Path) -> None:
         """Write ``config.json``; :func:`read_shard_config` is the inverse."""
@@ -67,45 +76,68 @@ def read_shard_config(directory: Path) -> ShardConfig:
     Raises:
         CheckpointError: listing what is wrong with the directory, and to convert again.
     """
-    remedy = "run dspark-convert again"
     path = directory / CONFIG_NAME
-    try:
-        values = json.loads(path.read_text())
-        found = (values["format"], values["version"])
-        if found != (SHARD_FORMAT, SHARD_VERSION):
-            raise CheckpointError(
-                f"{path}: format {found[0]!r} version {found[1]!r}, expected {SHARD_FORMAT!r} version "
-                f"{SHARD_VERSION}; {remedy}"
-            )
-        config = ShardConfig(
-            target=from_dict(TargetConfig, values["target"]) if values["target"] is not None else None,
-            draft=from_dict(DraftConfig, values["draft"]),
-            tp_size=int(values["mapping"]["tp_size"]),
-            weights_hash=str(values["weights_hash"]),
-            rank_files=dict(values["rank_files"]),
+    check_kind(directory, "shards", CheckpointError)
+    absent = "expected a directory that dspark-convert wrote"
+    values = read_object(path, CheckpointError, absent=absent, remedy=RECONVERT)
+    found = (values.get("format"), values.get("version"))
+    if found != (SHARD_FORMAT, SHARD_VERSION):
+        raise CheckpointError(
+            f"{path}: format {found[0]!r} version {found[1]!r}, expected {SHARD_FORMAT!r} version {SHARD_VERSION}; "
+            f"{RECONVERT}"
         )
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not found; expected a directory that dspark-convert wrote") from None
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a shard configuration ({error!r}); {remedy}") from None
-    expected = [rank_file_name(rank) for rank in range(config.tp_size)]
-    problems = []
-    if sorted(config.rank_files) != sorted(expected):
-        problems.append(f"lists {sorted(config.rank_files)}, tensor parallel size {config.tp_size} needs {expected}")
-    for name, size in config.rank_files.items():
+    problems: list[str] = []
+    values = read_value(_KEYS, values, "", problems)
+    configs: dict[str, Any] = {}
+    for name, kind in (("target", TargetConfig), ("draft", DraftConfig)):
+        try:
+            optional = name == "target" and values.get(name) is None
+            configs[name] = None if optional else from_dict(kind, values.get(name), name)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"{path}: not a shard configuration: {'; '.join(problems)}; {RECONVERT}")
+    tp_size, files = values["mapping"]["tp_size"], values["rank_files"]
+    config = ShardConfig(**configs, tp_size=tp_size, weights_hash=values["weights_hash"], rank_files=files)
+    expected = [rank_file_name(rank) for rank in range(tp_size)]
+    if tp_size < 1 or sorted(files) != sorted(expected):
+        problems.append(f"lists {sorted(files)}, tensor parallel size {tp_size} needs {expected}")
+    for name, facts in files.items():
         file = directory / name
         if not file.is_file():
             problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
+        elif file.stat().st_size != facts["bytes"]:
+            problems.append(f"{name} has {file.stat().st_size} bytes, {facts['bytes']} were written")
     if problems:
-        raise CheckpointError(f"{directory}: {'; '.join(problems)}; {remedy}")
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}; {RECONVERT}")
     return config
 
 
-def load_shard(model: torch.nn.Module, path: Path, *, network: Literal["draft", "target"]) -> None:
+def rank_file_facts(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What :attr:`ShardConfig.rank_files` says of files, from reading them."""
+    names = list(names)
+    with ThreadPoolExecutor(4) as pool:  # hashing leaves the interpreter to other threads
+        digests = pool.map(lambda name: file_sha256(directory / name), names)
+        return {
+            name: {"bytes": (directory / name).stat().st_size, "sha256": digest}
+            for name, digest in zip(names, digests, strict=True)
+        }
+
+
+def check_rank_files(directory: Path, config: ShardConfig, names: Iterable[str]) -> None:
+    """Raise :class:`DamagedWeightsError` unless the files hold what dspark-convert wrote; reads all of them."""
+    found = rank_file_facts(directory, names)
+    if damaged := [
+        f"{name} has sha256 {facts['sha256'][:12]}..., {config.rank_files[name]['sha256'][:12]}... was written"
+        for name, facts in found.items()
+        if facts["sha256"] != config.rank_files[name]["sha256"]
+    ]:
+        raise DamagedWeightsError(f"{directory}: damaged weights: {'; '.join(damaged)}; {REMAKE}")
+
+
+def load_shard(
+    model: torch.nn.Module, path: Path, *, network: Literal["draft", "target"], check_bytes: bool = True
+) -> None:
     """Fill every entry of ``model.state_dict()`` from a rank shard, each exactly once.
 
     Args:
@@ -113,15 +145,19 @@ def load_shard(model: torch.nn.Module, path: Path, *, network: Literal["draft", 
             where the shard has bytes are dequantised in float32 and rounded once to the parameter's dtype.
         path: ``rank{r}.safetensors`` in a shard directory.
         network: ``draft`` takes ``mtp.*``, the embedding and the head; ``target`` takes all but ``mtp.*``.
+        check_bytes: compare the whole file with what was written; False where that was done already.
 
     Raises:
-        CheckpointError: listing every tensor that the shard or the model lacks, that differs in shape, or
-            that the model would hold in a narrower dtype without being a dequantised model; or naming a
+        CheckpointError: the file is damaged; or listing every tensor that the shard or the model lacks, that differs
+            in shape, or that the model would hold in a narrower dtype without being a dequantised model; or naming a
             tensor whose values overflow the parameter's dtype. Nothing is written before all names and
             shapes agree.
     """
-    block = read_shard_config(path.parent).draft.weight_block_size
-    stored = {name: t for name, t in read_header(path).items() if _is_part(name, network)}
+    config = read_shard_config(path.parent)
+    if check_bytes:
+        check_rank_files(path.parent, config, [path.name])
+    block = config.draft.weight_block_size
+    stored = {name: t for name, t in read_header(path, REMAKE).items() if _is_part(name, network)}
     parameters = model.state_dict()
     scales = {
         name: name.removesuffix(".weight") + ".scale"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..config import DraftConfig, TargetConfig, read_configs
+from ..directories import check_new, new_directory
 from .index import Checkpoint
-from .loading import ShardConfig, rank_file_name
+from .loading import ShardConfig, rank_file_facts, rank_file_name
 from .names import TensorEntry, check_tensors, count_stages, released_tensors
 from .quantization import check_scale, dequantize_fp8
 from .tensor_file import CheckpointError, StoredTensor, TensorFileWriter, TensorInfo, file_size, tensor_bytes
@@ -118,7 +118,7 @@ def convert_checkpoint(
 
     Args:
         checkpoint: directory with ``config.json`` and safetensors.
-        output: must not exist, or be an empty directory.
+        output: must not exist, or be an empty directory that can be replaced.
         tp_size: number of ranks, one file each.
         draft_only: leave the target out, also where this package can't build it.
         allow_keys: unknown keys of ``config.json`` to pass over.
@@ -128,31 +128,25 @@ def convert_checkpoint(
         ConfigError, CheckpointError: as :func:`plan_conversion`, or when ``output`` is in use, the disk is
             too small, or a tensor holds values that can't be right.
     """
+    check_new(output, CheckpointError)
     plan = plan_conversion(checkpoint, tp_size=tp_size, draft_only=draft_only, allow_keys=allow_keys)
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise CheckpointError(f"{output}: exists already; remove it or pass another --output")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(output.parent).free) < plan.output_bytes:
-        raise CheckpointError(
-            f"{output}: {plan.output_bytes} bytes are needed and {free} are free; pass another --output"
-        )
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    try:
+    with new_directory(output, CheckpointError) as partial:
+        if (free := shutil.disk_usage(partial).free) < plan.output_bytes:
+            raise CheckpointError(
+                f"{output}: {plan.output_bytes} bytes are needed and {free} are free; pass another --output"
+            )
         digest = _write_rank_files(plan, partial, on_progress or (lambda done: None))
         ShardConfig(
             target=plan.target,
             draft=plan.draft,
             tp_size=tp_size,
             weights_hash=digest,
-            rank_files={rank_file_name(rank): plan.rank_file_bytes for rank in range(tp_size)},
+            # Read once more: the tensors came in another order than they lie in.
+            rank_files=rank_file_facts(partial, [rank_file_name(rank) for rank in range(tp_size)]),
         ).write(partial)
         for name in TOKENIZER_FILES:
             if (checkpoint / name).is_file():
                 shutil.copyfile(checkpoint / name, partial / name)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _rank_tensors(entries: Mapping[str, TensorEntry], tp_size: int) -> dict[str, TensorInfo]:

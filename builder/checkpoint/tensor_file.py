@@ -10,6 +10,7 @@ FP8, FP4 and E8M0 tensors are bytes: they are read as ``torch.int8``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -33,8 +34,15 @@ _TORCH_DTYPES = {
 }
 
 
+HASH_BYTES = 1 << 20
+
+
 class CheckpointError(ValueError):
     """A checkpoint or a rank shard is incomplete, damaged or not what its configuration says."""
+
+
+class DamagedWeightsError(CheckpointError):
+    """A rank file holds other bytes than dspark-convert wrote."""
 
 
 class TensorInfo(NamedTuple):
@@ -85,24 +93,25 @@ class StoredTensor:
         return data.view(dtype).reshape(self.shape)
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, none of them read yet.
+def read_header(path: Path, remedy: str = "download the file again") -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, none of them read yet; ``remedy`` ends the message of a damaged one.
 
     Raises:
         CheckpointError: when the file is missing, empty, truncated or not what its header describes.
     """
     try:
         # Opening compares the header with the size of the file, and shapes with the room they have.
-        with safe_open(path, "pt"), path.open("rb") as file:
+        # Its own errors don't tell a file that may not be read from one that is not there.
+        with path.open("rb") as file, safe_open(path, "pt"):
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: not found; download the file again") from None
+        raise CheckpointError(f"{path}: not found; {remedy}") from None
+    except PermissionError as error:
+        raise _unreadable(path, error) from None
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
-        raise CheckpointError(
-            f"{path}: truncated or damaged at {size} bytes ({error}); download the file again"
-        ) from None
+        raise CheckpointError(f"{path}: truncated or damaged at {size} bytes ({error}); {remedy}") from None
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
@@ -110,6 +119,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         shape = tuple(entry["shape"])
         tensors[name] = StoredTensor(path, name, entry["dtype"], shape, offset=8 + length + begin, nbytes=end - begin)
     return tensors
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, read piece by piece: memory does not grow with it.
+
+    Raises:
+        CheckpointError: when it can't be read.
+    """
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return digest.hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: can't be read ({error.strerror}); make it readable for this user")
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

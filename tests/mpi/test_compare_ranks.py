@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.example_scripts import EXAMPLES
-from tests.mpi_jobs import run_job
+from tests.mpi_jobs import error_lines, run_job
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 COMPARE = EXAMPLES / "compare_accuracy.py"
@@ -28,6 +29,49 @@ def test_a_sharded_network_is_compared_on_all_ranks(engines: Callable[[int], Pat
 def test_prompts_that_cannot_be_read_end_both_ranks(engines: Callable[[int], Path]) -> None:
     job = run_job(2, COMPARE, "--engine-dir", engines(2), "--prompts-file", "absent.txt")
     assert job.status == 2 and "RequestError: absent.txt: No such file" in job.err and "Traceback" not in job.err
+
+
+HANGING = """
+import sys, time
+from mpi4py import MPI
+from tests.example_scripts import load_example
+
+compare_accuracy = load_example("compare_accuracy")
+run = compare_accuracy.Comparator.run
+
+def hanging(runners, **more):
+    if MPI.COMM_WORLD.Get_rank() == 1 and runners[0].name == "plugin-references":
+        time.sleep(600)
+    return run(runners, **more)
+
+compare_accuracy.Comparator.run = hanging
+sys.exit(compare_accuracy.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_hangs_is_named(engines: Callable[[int], Path]) -> None:
+    """TP-11: the other waits for it in the same runner's collective; both say so, and the job ends."""
+    # The slowest part before it, the export, takes a third of this on a busy machine.
+    job = run_job(2, "-c", HANGING, "--engine-dir", engines(2), *OPTIONS, "--timeout", "30", timeout=200)
+    assert job.status == 1
+    for rank in range(2):
+        said = rf"rank {rank}: plugin-references of the draft has not gone on for \d+ s; .*; ending the job"
+        assert [line for line in error_lines(job.err) if re.fullmatch(said, line)], job.err
+    assert "all outputs agree" not in job.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--networks"], "--networks names none, expected draft, target or both"),
+        (["--dtype", "float16"], "the released numerics of the engines are bfloat16, --dtype is float16"),
+        (["--save", "/dev/null"], "--save /dev/null: /dev/null is not a directory"),
+        (["--timeout", "0"], "--timeout is 0.0, expected a number of seconds above 0"),
+    ],
+)
+def test_what_is_refused_ends_both_ranks(engines: Callable[[int], Path], arguments: list[str], message: str) -> None:
+    job = run_job(2, COMPARE, "--engine-dir", engines(2), *OPTIONS, *arguments)
+    assert job.status == 2 and message in job.err and "Traceback" not in job.err and "agree" not in job.out
 
 
 def test_a_sharded_network_without_a_launcher(engines: Callable[[int], Path]) -> None:

@@ -55,10 +55,14 @@ def test_report_on_two_ranks(engines: Path, tmp_path: Path) -> None:
         (["--temperatures", "-1"], "RequestError: temperature is -1.0"),
         (["--timeout", "inf"], "RequestError: --timeout is inf, expected a number of seconds above 0"),
         (["--backend", "tensorrt"], "TensorRTUnavailableError: --backend tensorrt: "),
+        (["--temperatures", "--methods"], "RequestError: --temperatures names none, expected at least one; leave the "),
+        (["--max-output-len", "1"], "RequestError: --max-output-len is 1, expected at least 2, as the first token"),
+        (["--bootstrap-samples", "0"], "RequestError: --bootstrap-samples is 0, expected at least 1; pass more"),
+        (["--output", "/dev/null"], "RequestError: --output /dev/null/acceptance.json: /dev/null is not a directory"),
     ],
 )
 def test_what_is_refused_ends_both_ranks(engines: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     """Before anything is decoded or written."""
     job = run_job(2, MEASURE, "--engine-dir", engines, "--output", tmp_path / "out", *arguments)
     assert job.status == 2 and message in job.err and "Traceback" not in job.err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and "tokens a step" not in job.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shutil
 import sys
@@ -242,6 +243,22 @@ def test_the_wrong_number_of_ranks(engines: Engines, tp_size: int, ranks: int | 
     assert "Traceback" not in job.err
 
 
+def test_damaged_weights_are_refused(engines: Engines, tmp_path: Path) -> None:
+    """By the rank whose file it is, and not decoded with: the size is right, the bytes are not."""
+    copy = tmp_path / "engines"
+    shutil.copytree(engines(2), copy)
+    file = copy / "weights" / "rank1.safetensors"
+    content = file.read_bytes()
+    file.unlink()  # it may be a link to the shards
+    file.write_bytes(content[:-4096] + bytes(4096))
+    job = run_example(2, copy, "--prompt", "It")
+    assert job.status == 2
+    said = (
+        r"rank 1: DamagedWeightsError: .*weights: damaged weights: rank1\.safetensors has sha256 .*; copy it again, or"
+    )
+    assert [line for line in error_lines(job.err) if re.match(said, line)], job.err
+
+
 @pytest.mark.parametrize("name", ["target/rank1.engine", "weights/rank1.safetensors", "config.json"])
 def test_a_missing_rank_file(engines: Engines, tmp_path: Path, name: str) -> None:
     """TP-10: a file of one rank was not copied."""
@@ -266,6 +283,10 @@ def test_a_missing_rank_file(engines: Engines, tmp_path: Path, name: str) -> Non
         (["--prompt", "It", "--timeout", "0"], r"--timeout is 0\.0, expected a number of seconds above 0"),
         (["--profile-costs", "--num-draft-tokens", "6"], "--profile-costs measures .*; --num-draft-tokens is 6, the"),
         (["--scheduler", "threshold", "--confidence-threshold", "2"], "a confidence threshold of 2.0, expected a"),
+        (["--prompt", "It", "--trace", "/dev/null/trace.json"], "--trace /dev/null/trace.json: /dev/null is not a"),
+        (["--prompt", "It", "--plot", "x.foo"], r"--plot x\.foo: ends in none of .*\.png"),
+        (["--prompt", "It", "--stats-json", "."], r"--stats-json \.: is a directory, expected the name of a file"),
+        (["--prompt", os.fsdecode(b"\xff")], r"prompt '\\udcff': character 0 is U\+DCFF, which is no text"),
     ],
 )
 def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], message: str) -> None:
@@ -275,7 +296,7 @@ def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], 
     lines = error_lines(job.err)
     assert lines and all(re.match(rf"rank [01]: \w+: {message}", line) for line in lines), job.err
     assert len(lines) == len(set(lines)), "once a rank"
-    assert "Traceback" not in job.err
+    assert "Traceback" not in job.err and "summary" not in job.out
 
 
 def test_a_plot_of_no_drafts(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,6 +330,58 @@ def test_an_empty_prompts_file(engines: Engines, tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit, match=r"^2$"):
         load_example("run").main(["--engine-dir", str(engines(1)), "--prompts-file", str(prompts)])
     assert "no prompt in it; expected one a line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["weights/rank0.safetensors", "config.json", "weights/config.json", "tokenizer.json"])
+def test_a_damaged_file(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Of its size, so that nothing seems to be missing: found before anything is loaded, and named in one line."""
+    copy = tmp_path / "engines"
+    shutil.copytree(engines(1), copy)
+    (copy / name).write_bytes(b"\xff" * (copy / name).stat().st_size)
+    assert status_of_run(copy) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line and line.startswith(("error: ", "rank 0: RequestError: "))
+
+
+def status_of_run(engine_dir: Path, *arguments: str) -> Any:
+    try:
+        return load_example("run").main(["--engine-dir", str(engine_dir), *(arguments or ("--prompt", "It"))])
+    except SystemExit as ended:  # as the job's end is that of its only process
+        return ended.code
+
+
+def test_an_engine_directory_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    assert status_of_run(tmp_path / "file") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "expected a directory that dspark-build wrote" in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "rank0.safetensors"])
+def test_an_engine_directory_that_cannot_be_read(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """As the operating system says; the superuser may read everything."""
+    read = Path.open
+
+    def denied(path: Path, *rest: Any, **more: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *rest, **more)
+
+    directory = engines(1)
+    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(Path, "read_text", lambda path, **more: denied(path, **more).read())
+    assert status_of_run(directory) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and name in line and "Permission denied" in line
+
+
+def test_prompts_that_are_not_utf8(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_bytes(b"It was\nSie h\xe4tte\n")
+    assert status_of_run(engines(1), "--prompts-file", str(tmp_path / "prompts.txt")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rank 0: RequestError: {tmp_path}/prompts.txt: byte 12 is 0xe4, which is not UTF-8; pass")
 
 
 def test_engines_without_a_tokenizer(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -268,6 +269,78 @@ def test_an_output_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="shards: exists already; remove it or pass another --output"):
         convert_checkpoint(tmp_path / "released", output, tp_size=2)
     assert (output / "config.json").read_bytes() == before
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that comes after the first tensor was read is no refusal in time."""
+
+    def read(self: StoredTensor) -> Tensor:
+        raise AssertionError("read before the output was checked")
+
+    monkeypatch.setattr(StoredTensor, "read", read)
+
+
+@pytest.mark.usefixtures("unread")
+def test_an_output_that_cannot_be_replaced_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty volume: the renaming would fail when everything is done, and what was written would be removed."""
+    write_checkpoint(tmp_path / "released", tiny_config("v4.1"))
+    output = tmp_path / "volume"
+    output.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "ismount", lambda path: Path(path) == output)
+        with pytest.raises(CheckpointError) as error:
+            convert_checkpoint(tmp_path / "released", output, tp_size=1)
+    assert str(error.value) == (
+        f"{output}: is a mount point, which can't be replaced by the finished directory; pass a new one in it, such as "
+        f"--output {output}/new"
+    )
+    (tmp_path / "link").symlink_to(output)
+    with pytest.raises(CheckpointError, match=r"link: is a symbolic link, which can't be replaced"):
+        convert_checkpoint(tmp_path / "released", tmp_path / "link", tp_size=1)
+    monkeypatch.chdir(output)
+    with pytest.raises(CheckpointError, match=r"^\.: is the current directory, which .* such as --output new$"):
+        convert_checkpoint(tmp_path / "released", Path(), tp_size=1)
+
+
+@pytest.mark.usefixtures("unread")
+def test_an_output_that_cannot_be_made_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "released", tiny_config("v4.1"))
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        CheckpointError, match=r"file/x: .*/file is a file, expected a directory; pass another --output"
+    ):
+        convert_checkpoint(tmp_path / "released", tmp_path / "file" / "x", tp_size=1)
+    partial = tmp_path / f".x.partial-{os.getpid()}"
+    partial.mkdir()
+    with pytest.raises(CheckpointError, match=r"partial-\d+: exists already, left by a run that was killed; remove it"):
+        convert_checkpoint(tmp_path / "released", tmp_path / "x", tp_size=1)
+    assert partial.is_dir()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(
+            CheckpointError, match=r"can't be made \(Read-only file system\); pass an --output where you"
+        ):
+            convert_checkpoint(tmp_path / "released", tmp_path / "deep" / "x", tp_size=1)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(CheckpointError, match=rf"x: {tmp_path} is not writable for this user; pass an --output where"):
+        convert_checkpoint(tmp_path / "released", tmp_path / "deep" / "x", tp_size=1)
+
+
+def test_rank_files_are_recorded_with_their_hashes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "released", tiny_config("v4.1"))
+    convert_checkpoint(tmp_path / "released", tmp_path / "shards", tp_size=2)
+    for name, facts in read_shard_config(tmp_path / "shards").rank_files.items():
+        data = (tmp_path / "shards" / name).read_bytes()
+        assert facts == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_a_disk_that_is_too_small_is_found_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

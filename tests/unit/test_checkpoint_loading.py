@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from dspark_trt.builder.checkpoint import CheckpointError, convert_checkpoint, load_shard, read_shard_config
+from dspark_trt.builder.checkpoint.loading import rank_file_facts
+from dspark_trt.builder.checkpoint.tensor_file import read_header
 from dspark_trt.builder.config import Numerics, Variant, parse_configs
 from dspark_trt.builder.model.context import BuildContext
 from dspark_trt.builder.model.draft import DraftModel
@@ -124,7 +127,7 @@ def small(converted: Callable[[str], Path], tmp_path: Path) -> Callable[..., Pat
         config = json.loads((converted("v4.1") / "config.json").read_text())
         path = tmp_path / "rank0.safetensors"
         save_file({name.replace("__", "."): tensor for name, tensor in tensors.items()}, path)
-        config.update(mapping={"tp_size": 1}, rank_files={path.name: path.stat().st_size})
+        config.update(mapping={"tp_size": 1}, rank_files=rank_file_facts(tmp_path, [path.name]))
         (tmp_path / "config.json").write_text(json.dumps(config))
         return path
 
@@ -256,16 +259,33 @@ def edited(**values: Any) -> Callable[[Path], object]:
     return apply
 
 
+def edited_draft(**values: Any) -> Callable[[Path], object]:
+    """Replaces keys of config.json's draft."""
+    return lambda directory: edited(draft=json.loads((directory / "config.json").read_text())["draft"] | values)(
+        directory
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
         (lambda d: (d / "config.json").unlink(), "not found; expected a directory that dspark-convert wrote"),
-        (lambda d: (d / "config.json").write_text("{"), "not a shard configuration"),
-        (lambda d: (d / "config.json").write_text("[]"), "not a shard configuration"),
-        (edited(version=99), "'dspark-trt shards' version 99, expected 'dspark-trt shards' version 1"),
-        (edited(format="other"), "format 'other' version 1, expected"),
-        (edited(draft={}), "not a shard configuration .*missing keys"),
-        (edited(mapping={}), "not a shard configuration .*tp_size"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe{"), "config.json: not valid JSON in UTF-8"),
+        (lambda d: (d / "config.json").write_text("[]"), "config.json: holds a list, expected a JSON object"),
+        (edited(version=1), "version 1, expected 'dspark-trt shards' version 2; run dspark-convert again"),
+        (edited(version=99), "'dspark-trt shards' version 99, expected 'dspark-trt shards' version 2"),
+        (edited(format="other"), "format 'other' version 2, expected"),
+        (edited(draft={}), "not a shard configuration: draft: unknown keys .*missing keys"),
+        (edited(draft=3), "draft is 3, expected an object"),
+        (edited_draft(hidden_size="x"), "draft.hidden_size is 'x', expected an integer"),
+        (edited_draft(block_size=-3), "draft: block_size is -3, expected > 0"),
+        (edited_draft(o_groups=0), "draft: o_groups is 0, expected > 0"),
+        (edited_draft(noise_token_id=10**9), r"draft: noise_token_id is 1000000000, expected 0\.\.319"),
+        (edited(mapping={}), "mapping: unknown keys .*tp_size"),
+        (edited(mapping={"tp_size": "2"}), "mapping.tp_size is '2', expected an integer"),
+        (edited(mapping={"tp_size": 0}, rank_files={}), "tensor parallel size 0 needs"),
+        (edited(rank_files={"rank0.safetensors": 7}), r"rank_files\['rank0.safetensors'\] is 7, expected an object"),
         (edited(mapping={"tp_size": 3}), r"tensor parallel size 3 needs .*rank2.safetensors"),
         (lambda d: (d / "rank1.safetensors").unlink(), "rank1.safetensors is missing"),
         (lambda d: (d / "rank0.safetensors").write_bytes(b"x"), r"rank0.safetensors has 1 bytes, \d+ were written"),
@@ -281,3 +301,51 @@ def test_a_damaged_shard_directory_is_refused(
     with pytest.raises(CheckpointError, match=problem) as error:
         read_shard_config(tmp_path)
     assert "dspark-convert" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def damage(file: Path) -> None:
+    """Other bytes in the middle; size and header stay."""
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        before = opened.read(3000)
+        opened.seek(-len(before), 1)
+        opened.write(bytes(255 - byte for byte in before))
+
+
+@pytest.mark.parametrize("network", ["draft", "target"])
+def test_damaged_weights_are_not_loaded(
+    network: Literal["draft", "target"], converted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A file of the right size whose bytes are not those that were written decodes text, only other text."""
+    for file in converted("v4.1").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    damage(tmp_path / "rank1.safetensors")
+    load_shard(build("v4.1", network, Numerics.RELEASED), tmp_path / "rank0.safetensors", network=network)
+    written = json.loads((tmp_path / "config.json").read_text())["rank_files"]["rank1.safetensors"]["sha256"]
+    found = hashlib.sha256((tmp_path / "rank1.safetensors").read_bytes()).hexdigest()
+    with pytest.raises(CheckpointError) as error:
+        load_shard(build("v4.1", network, Numerics.RELEASED), tmp_path / "rank1.safetensors", network=network)
+    assert str(error.value) == (
+        f"{tmp_path}: damaged weights: rank1.safetensors has sha256 {found[:12]}..., {written[:12]}... was written; "
+        "copy it again, or run dspark-convert (and dspark-build) again"
+    )
+
+
+def test_a_rank_file_that_may_not_be_read_is_not_called_missing(
+    converted: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = converted("v4.1") / "rank0.safetensors"
+    opened = Path.open
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    message = r"rank0.safetensors: can't be read \(Permission denied\); make it readable for this user$"
+    with pytest.raises(CheckpointError, match=message):
+        load_shard(build("v4.1", "draft", Numerics.RELEASED), path, network="draft")
+    with pytest.raises(CheckpointError, match=message):
+        read_header(path)

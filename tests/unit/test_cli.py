@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from dspark_trt.builder import cli, network, onnx_export
 from dspark_trt.builder.config import ConfigError
+from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
 from dspark_trt.plugins import tensorrt_api
 
 from tests.one_op_models import stand_in_export
+from tests.placeholder_engines import make_engines
 from tests.released import tiny_config, write_checkpoint
 
 
@@ -40,7 +44,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(found := tensorrt_api.probe("tensorrt_rtx"), str):
         pytest.skip(f"TensorRT-RTX is not installed ({found})")
-    monkeypatch.setattr(network, "load_network", lambda *source: source)
+    monkeypatch.setattr(network, "load_network", lambda *source, **options: source)
     monkeypatch.setattr(onnx_export, "export_network", stand_in_export)
 
 
@@ -170,6 +174,29 @@ def test_a_dry_build_refuses_what_the_build_would(
     assert "tensorrt 8.6.0 was asked for released numerics in bfloat16" in one_line(printed.err)
 
 
+def test_a_dry_build_refuses_a_draft_that_engines_have_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("v4.1")
+    config["text_config"]["dspark_markov_head_type"] = "gated"
+    write_checkpoint(tmp_path / "released", config)
+    common = ["--output", str(tmp_path / "shards")]
+    assert cli.convert(["--checkpoint", str(tmp_path / "released"), *common]) == 0
+    if isinstance(found := tensorrt_api.probe("tensorrt_rtx"), str):
+        pytest.skip(f"TensorRT-RTX is not installed ({found})")
+    common = ["--checkpoint", str(tmp_path / "shards"), "--output", str(tmp_path / "o")]
+    assert cli.build([*common, "--dry-run"]) == 2
+    assert "the draft has a gated Markov head" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", [cli.convert, cli.build])
+def test_a_dry_run_refuses_an_output_in_use(
+    released: Path, shards: Path, capsys: pytest.CaptureFixture[str], command: Callable[[list[str]], int]
+) -> None:
+    source = released if command is cli.convert else shards
+    assert command(["--checkpoint", str(source), "--output", str(shards), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert "exists already; remove it or pass another --output" in one_line(printed.err) and not printed.out
+
+
 def test_building_from_a_released_checkpoint_points_to_convert(
     released: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +209,12 @@ def test_building_from_a_released_checkpoint_points_to_convert(
     [
         (["--num-draft-tokens", "7"], "trained with blocks of 5"),
         (["--lowering", "native"], "add --numerics dequantized"),
+        (["--workers", "0"], "--workers is 0, expected at least 1; leave it out for one engine at a time"),
+        (["--workers", "-1"], "--workers is -1, expected at least 1"),
+        (["--builder-optimization-level", "3"], "has no optimization levels; leave --builder-optimization-level out"),
+        (["--output-timing-cache", "x"], "times kernels where the plan runs; leave the timing cache options out"),
+        (["--output", "/dev/null/x"], "/dev/null is a file, expected a directory; pass another --output"),
+        (["--output", str(Path(__file__).parent)], "exists already; remove it or pass another --output"),
         (["--product", "tensorrt"], "no usable TensorRT (tensorrt: "),
         (["--compute-capabilities", "9.0"], "data-centre GPUs such as 9.0 need enterprise TensorRT"),
     ],
@@ -223,6 +256,51 @@ def test_inspect_without_a_directory_says_what_this_machine_can_do(capsys: pytes
         assert part in printed
 
 
+def test_inspect_says_what_is_wrong_with_the_directory_that_it_found(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank shards without their config.json are still rank shards; nothing was downloaded."""
+    shutil.copytree(shards, tmp_path / "shards")
+    engines = tmp_path / "engines"
+    for name in ("draft", "weights"):
+        (engines / name).mkdir(parents=True)
+    for path, wrong in ((tmp_path / "shards", "run dspark-convert again"), (engines, "build again: dspark-build")):
+        for text in (b"", b"\xff\xfe"):
+            (path / "config.json").write_bytes(text)
+            assert cli.inspect([str(path)]) == 2
+            assert f"{path}/config.json: not valid JSON in UTF-8" in (printed := one_line(capsys.readouterr().err))
+            assert wrong in printed and "download" not in printed
+        (path / "config.json").unlink()
+        assert cli.inspect([str(path)]) == 2
+        assert f"{path}/config.json: not found; expected a directory that dspark-" in one_line(capsys.readouterr().err)
+    assert cli.inspect([str(tmp_path / "nowhere")]) == 2
+    assert one_line(capsys.readouterr().err) == (
+        f"error: {tmp_path}/nowhere: not found; expected a released checkpoint, rank shards, an engine directory"
+    )
+
+
+def test_a_directory_of_another_kind_is_named_with_the_command_that_takes_it(
+    released: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commonest mistake, three directories and commands that look alike."""
+    cases = [
+        (cli.build, released, "a released checkpoint, expected rank shards; dspark-convert --checkpoint takes it"),
+        (cli.convert, shards, "rank shards, expected a released checkpoint; dspark-build --checkpoint takes them"),
+    ]
+    for command, directory, message in cases:
+        assert command(["--checkpoint", str(directory), "--output", str(tmp_path / "o")]) == 2
+        assert f"error: {directory}: holds {message}" in one_line(capsys.readouterr().err)
+    with pytest.raises(EngineDirError, match="holds rank shards, expected an engine directory; dspark-build"):
+        EngineDir.open(shards)
+    with pytest.raises(EngineDirError, match="holds a released checkpoint, expected an engine directory; dspark-conv"):
+        EngineDir.open(released)
+    make_engines(tmp_path, 1)
+    for command in (cli.build, cli.convert):
+        assert command(["--checkpoint", str(tmp_path / "tp1"), "--output", str(tmp_path / "o")]) == 2
+        assert "tp1: holds an engine directory, expected " in (printed := one_line(capsys.readouterr().err))
+        assert "examples/run.py --engine-dir takes it" in printed
+
+
 @pytest.mark.parametrize("size", [0, 999, 1000, 2_500_000, 7e12])
 def test_sizes_are_readable(size: float) -> None:
     assert cli._size(size) == {0: "0 bytes", 999: "999 bytes", 1000: "1.0 kB", 2.5e6: "2.5 MB", 7e12: "7000.0 GB"}[size]
@@ -236,4 +314,4 @@ def test_the_installed_command_returns_the_status() -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 2 and done.stderr.startswith("error: /nowhere: not a directory")
+    assert done.returncode == 2 and done.stderr.startswith("error: /nowhere: not found; expected a released")

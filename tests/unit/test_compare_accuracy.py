@@ -328,13 +328,3 @@ def test_an_operation_without_a_reference(saved: Path, session: TorchSession) ->
     rest = [op for name, op in ALL_OPS.items() if name != "HcCollapse"]
     with pytest.raises(NotImplementedError, match="HcCollapse"):
         _runners.PluginReferenceRunner(saved / "draft_rank0.onnx", session.io, SingleProcess(), rest)
-
-
-def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare_accuracy.main([]) == 2
-    assert compare_accuracy.main(["--checkpoint", str(CHECKPOINT), "--engine-dir", "x"]) == 2
-    assert compare_accuracy.main(["--checkpoint", str(tmp_path / "absent")]) == 2
-    printed = capsys.readouterr().err.splitlines()
-    wanted = "of --checkpoint and --engine-dir was given, expected one; pass either"
-    assert printed[:2] == [f"error: neither {wanted}", f"error: both {wanted}"]
-    assert printed[2].startswith("error: ") and "absent" in printed[2]

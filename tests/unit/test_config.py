@@ -154,6 +154,28 @@ def test_from_dict_names_missing_and_unknown_keys() -> None:
         from_dict(DraftConfig, values)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("hidden_size", "x", ".hidden_size is 'x', expected an integer"),
+        ("hidden_size", True, ".hidden_size is True, expected an integer"),
+        ("rope_theta", float("nan"), ".rope_theta is nan, expected a number"),
+        ("rope_theta", -1, ": rope_theta is -1.0, expected > 0"),
+        ("variant", "v5", ".variant is 'v5', expected one of 'v4', 'v4.1'"),
+        ("eos_token_ids", 3, ".eos_token_ids is 3, expected a list"),
+        ("eos_token_ids", ["x"], ".eos_token_ids[0] is 'x', expected an integer"),
+        ("feature_layer_ids", [99], ": feature_layer_ids is [99], expected distinct layers of 0..42"),
+        ("sliding_window", 0, ": sliding_window is 0, expected > 0"),
+    ],
+)
+def test_from_dict_checks_types_and_ranges(name: str, value: Any, expected: str) -> None:
+    """Key, value and what was expected, in one line."""
+    values = to_dict(read_configs(CONFIGS / "v4-flash")[0])
+    with pytest.raises(ConfigError) as error:
+        from_dict(TargetConfig, {**values, name: value}, "target")
+    assert str(error.value) == f"target{expected}"
+
+
 @pytest.mark.parametrize("asked", [-1, 0, 1, 3, 4, 6, 7])
 def test_another_draft_length_than_the_trained_block_is_refused(asked: int) -> None:
     """POS-4: extra or missing noise rows change every row, so nothing is rounded or clamped."""
@@ -364,13 +386,14 @@ def test_all_problems_come_in_one_message() -> None:
     [
         (None, "not found"),
         ("{", "not valid JSON"),
+        (b"\xff\xfe{}", "config.json: not valid JSON in UTF-8 .*; download the file again"),
         ("[]", "expected a JSON object"),
         ('{"text_config": 1}', "text_config"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | bytes | None, problem: str) -> None:
     if text is not None:
-        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=problem):
         read_configs(tmp_path)
 

@@ -28,6 +28,7 @@ from dspark_trt.plugins.profiles import ShapeRangeError, check_shapes
 from dspark_trt.plugins.registry import ALL_OPS
 from dspark_trt.plugins.tensorrt_api import EngineBuildError, EngineOptions, TensorRT
 
+from tests.fake_tensorrt import fake_api
 from tests.one_op_models import one_op_model, profile_of, save
 from tests.released import tiny_config
 
@@ -278,10 +279,51 @@ def test_a_build_configuration_survives_json(draft: DraftConfig) -> None:
     values = engine.to_dict(build)
     assert engine.from_dict(values) == build
     for wrong in ({**values, "more": 1}, {k: v for k, v in values.items() if k != "dtype"}):
-        with pytest.raises(ConfigError, match="build configuration: keys"):
+        with pytest.raises(ConfigError, match=r"^build: unknown keys .* missing keys"):
             engine.from_dict(wrong)
 
 
 def test_the_table_of_operations_cannot_be_changed() -> None:
     assert isinstance(ALL_OPS, MappingProxyType)
     assert all(name == op.name for name, op in ALL_OPS.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("dtype", "foo", "'foo', expected one of 'bfloat16', 'float16', 'float32'"),
+        ("numerics", 1, "1, expected one of 'released', 'dequantized'"),
+        ("max_batch_size", "8", "'8', expected an integer"),
+        ("max_seq_len", 4096.0, "4096.0, expected an integer"),
+        ("sampling", 1, "1, expected true or false"),
+        ("num_draft_tokens", "5", "'5', expected an integer"),
+    ],
+)
+def test_a_build_configuration_of_other_types_is_refused(key: str, value: object, expected: str) -> None:
+    """Of a header that was edited: key, value and what was expected."""
+    with pytest.raises(ConfigError) as caught:
+        engine.from_dict({**engine.to_dict(BuildConfig()), key: value})
+    assert str(caught.value) == f"build.{key} is {expected}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"builder_optimization_level": 3}, "has no optimization levels; leave --builder-optimization-level out"),
+        ({"input_timing_cache": Path("x")}, "times kernels where the plan runs; leave the timing cache options out"),
+        ({"output_timing_cache": Path("x")}, "times kernels where the plan runs; leave the timing cache options out"),
+    ],
+)
+def test_options_that_tensorrt_rtx_has_not_are_refused(options: dict[str, Any], message: str) -> None:
+    build = BuildConfig(options=EngineOptions(**options))
+    with pytest.raises(ConfigError, match=message):
+        engine.check_engine_options(fake_api("1.7.1.116", "tensorrt_rtx"), build)
+
+
+def test_a_timing_cache_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    api, given = fake_api("10.14.1.48"), tmp_path / "cache"
+    build = BuildConfig(options=EngineOptions(input_timing_cache=given))
+    with pytest.raises(ConfigError, match="cache: not found; leave it out to start anew"):
+        engine.check_engine_options(api, build)
+    given.touch()
+    engine.check_engine_options(api, build)

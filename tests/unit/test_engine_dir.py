@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -13,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dspark_trt.builder import engine, engine_dir, network, onnx_export
-from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
+from dspark_trt.builder import engine, engine_dir, engine_jobs, network, onnx_export
+from dspark_trt.builder.checkpoint import CheckpointError, convert_checkpoint, read_shard_config
 from dspark_trt.builder.config import ConfigError, Numerics
 from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, build_engine_dir
@@ -45,7 +46,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], 
     """Puts a function in place of the exporter of both networks; a network is then what it is loaded from."""
 
     def replace(export: Callable[..., Any]) -> None:
-        monkeypatch.setattr(network, "load_network", lambda *source: source)
+        monkeypatch.setattr(network, "load_network", lambda *source, **options: source)
         monkeypatch.setattr(onnx_export, "export_network", export)
 
     replace(stand_in_export)
@@ -179,8 +180,8 @@ def test_plugins_of_another_package_version_are_refused(
     ("change", "message"),
     [
         (
-            lambda v: v.update(version=2),
-            "format 'dspark-trt engines' version 2, expected 'dspark-trt engines' version 1",
+            lambda v: v.update(version=1),
+            "format 'dspark-trt engines' version 1, expected 'dspark-trt engines' version 2; run dspark-convert again",
         ),
         (lambda v: v.update(format="other"), "format 'other'"),
         (lambda v: v.update(surprise=1), "surprise"),
@@ -189,6 +190,35 @@ def test_plugins_of_another_package_version_are_refused(
         (lambda v: v["build"].update(surprise=1), "surprise"),
         (lambda v: v["build"].update(num_draft_tokens=7), "built for 7 draft tokens, the draft's block is 5"),
         (lambda v: v["files"].pop("draft/rank1.engine"), "draft/rank1.engine is not listed"),
+        (lambda v: v.update(mapping={"tp_size": 0}), "mapping.tp_size is 0, expected at least 1"),
+        (lambda v: v.update(tensorrt={}), "tensorrt: unknown keys [], missing keys ['product', 'version']"),
+        (lambda v: v.update(compute_capabilities=[9]), "compute_capabilities[0] is 9, expected a string"),
+        (lambda v: v.update(plugins=3), "plugins is 3, expected an object"),
+        (lambda v: v.update(kernels="yes"), "kernels is 'yes', expected true or false"),
+        (lambda v: v.update(files={"draft/rank0.engine": 3}), "files['draft/rank0.engine'] is 3, expected an object"),
+        (lambda v: v.update(target={}), "target: unknown keys [], missing keys ['bos_token_id'"),
+        (lambda v: v["target"].update(eos_token_ids=3), "target.eos_token_ids is 3, expected a list"),
+        (lambda v: v["build"].update(dtype="foo"), "build.dtype is 'foo', expected one of 'bfloat16', 'float16'"),
+        (lambda v: v["build"].update(max_batch_size="8"), "build.max_batch_size is '8', expected an integer"),
+        (lambda v: v["build"].update(max_batch_size=-1), "build: max_batch_size is -1, expected 1..64"),
+        (lambda v: v["build"].update(max_batch_size=0), "build: max_batch_size is 0, expected 1..64"),
+        (lambda v: v["build"].update(max_seq_len="x"), "build.max_seq_len is 'x', expected an integer"),
+        (lambda v: v.update(build=None), "build is None, expected an object"),
+        (
+            lambda v: v["draft"].update(hidden_size=512),
+            "draft.hidden_size is 512 in config.json, 256 in weights/config",
+        ),
+        (lambda v: v["target"].update(rope_theta=5.0), "target.rope_theta is 5.0 in config.json, "),
+        (lambda v: v.update(target=None), "target.hidden_size is None in config.json, 256 in weights/config.json"),
+        (lambda v: v["build"].update(max_batch_size=3), "the section build of config.json is not the one that was"),
+        (
+            lambda v: v["build"].update(numerics="dequantized"),
+            "the section build of config.json is not the one that was built. Copy it again, or build again",
+        ),
+        (
+            lambda v: v["files"]["weights/rank0.safetensors"].update(sha256="0"),
+            "weights/rank0.safetensors has another sha256 in config.json than in weights/config.json",
+        ),
         (lambda v: v.update(mapping={"tp_size": 3}), "draft/rank2.engine is not listed; target/rank2.engine is not"),
     ],
 )
@@ -200,6 +230,12 @@ def test_a_header_that_cannot_be_right_is_refused(
     with pytest.raises(EngineDirError) as caught:
         EngineDir.open(path)
     assert message in str(caught.value) and "dspark-build" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_in_another_order_is_the_same(built: EngineDir) -> None:
+    change_header(built, lambda header: header.update(build=dict(reversed(header.pop("build").items()))))
+    assert EngineDir.open(built.path) == built
 
 
 def test_a_truncated_engine_is_found_before_it_is_loaded(built: EngineDir) -> None:
@@ -224,10 +260,10 @@ def test_the_engine_of_another_rank_is_refused(built: EngineDir) -> None:
         opened.read_plan("draft", 1)
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"format": "dspark-trt shards", "version": 1}'])
-def test_what_is_no_engine_directory_is_named(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", [None, b"", b"\xff\xfe", b"[]", b"{}"])
+def test_what_is_no_engine_directory_is_named(tmp_path: Path, text: bytes | None) -> None:
     if text is not None:
-        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(EngineDirError, match=str(tmp_path / "config.json")):
         EngineDir.open(tmp_path)
 
@@ -301,7 +337,7 @@ def test_types_that_tensorrt_8_has_not_are_refused_before_the_export(
 )
 def test_types_that_a_tensorrt_has_are_built(version: str, product: str, dtypes: tuple[Any, ...]) -> None:
     for dtype in dtypes:
-        engine.check_engine_types(fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype))
+        engine.check_engine_options(fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype))
 
 
 def test_engine_file_names() -> None:
@@ -345,7 +381,7 @@ def test_ranks_start_from_what_rank_0_timed(
     api.module.Builder = lambda log: SimpleNamespace(create_builder_config=lambda: config)
     monkeypatch.setattr(tensorrt_api, "gpu_compute_capabilities", lambda: ["9.0"])
     monkeypatch.setattr(tensorrt_api, "load", lambda product: api)
-    monkeypatch.setattr(engine_dir, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+    monkeypatch.setattr(engine_jobs, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
 
     def build_engine(path: Path, *, options: EngineOptions, **rest: Any) -> bytes:
         name, start = path.stem, options.input_timing_cache
@@ -382,8 +418,105 @@ def test_several_workers_build_all_engines(api: TensorRT, shards: Path, tmp_path
     assert all(len(opened.read_plan("draft", rank)) > 10_000 for rank in (0, 1))
 
 
-def test_a_worker_that_fails_says_why(api: TensorRT, shards: Path, tmp_path: Path) -> None:
+def test_a_worker_that_fails_says_why(
+    api: TensorRT, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that shows itself only where TensorRT builds."""
+    monkeypatch.setattr(engine, "check_engine_options", lambda api, build: None)
     build = dataclasses.replace(BUILD, options=EngineOptions(builder_optimization_level=1))
     with pytest.raises(EngineBuildError, match="has no optimization levels; leave builder_optimization_level out"):
         build_engine_dir(shards, tmp_path / "engines", build, api=api, workers=2)
     assert not (tmp_path / "engines").exists() and not list(tmp_path.glob(".engines*"))
+
+
+@pytest.fixture
+def no_export(exporter: Callable[[Callable[..., Any]], None]) -> None:
+    def export(*_: object) -> ExportedModel:
+        raise AssertionError("exported")
+
+    exporter(export)
+
+
+@pytest.mark.usefixtures("no_export")
+def test_damaged_shards_are_found_before_anything_is_exported(api: TensorRT, shards: Path, tmp_path: Path) -> None:
+    """All files that are damaged, in one line; plans of such weights would draft and say other things."""
+    shutil.copytree(shards, tmp_path / "copy")
+    for rank in (0, 1):
+        data = bytearray((tmp_path / "copy" / f"rank{rank}.safetensors").read_bytes())
+        data[-1000:] = bytes(1000)
+        (tmp_path / "copy" / f"rank{rank}.safetensors").write_bytes(data)
+    message = r"damaged weights: rank0.* has sha256 .*; rank1.* was written; copy it again, or run dspark-convert \("
+    with pytest.raises(CheckpointError, match=message):
+        build_engine_dir(tmp_path / "copy", tmp_path / "engines", BUILD, api=api)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_weights_carry_their_hash(built: EngineDir, shards: Path) -> None:
+    name = "rank1.safetensors"
+    facts = {
+        "bytes": (shards / name).stat().st_size,
+        "sha256": hashlib.sha256((shards / name).read_bytes()).hexdigest(),
+    }
+    assert built.files[f"weights/{name}"] == facts == read_shard_config(shards).rank_files[name]
+
+
+def cwd(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path)
+
+
+def mount(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda found: Path(found) == path)
+
+
+def bind_mount(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the same file system looks like a directory until it is moved or removed."""
+    rmdir = Path.rmdir
+
+    def busy(self: Path) -> None:
+        if self == path:
+            raise OSError(16, "Device or resource busy")
+        rmdir(self)
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (cwd, "the current directory"),
+        (mount, "a mount point"),
+        (bind_mount, r"busy \(Device or resource busy\)"),
+    ],
+)
+@pytest.mark.usefixtures("no_export")
+def test_an_output_that_cannot_be_replaced_is_refused_before_any_work(
+    api: TensorRT,
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Callable[[Path, pytest.MonkeyPatch], None],
+    why: str,
+) -> None:
+    """An empty volume: renaming onto it fails when everything is done, and what was written is removed."""
+    (tmp_path / "engines").mkdir()
+    place(tmp_path / "engines", monkeypatch)
+    message = rf"engines: is {why}, which can't be replaced .*, such as --output .*/engines/new$"
+    with pytest.raises(EngineDirError, match=message):
+        build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+    assert [path.name for path in tmp_path.iterdir()] == ["engines"]
+
+
+@pytest.mark.usefixtures("exporter")
+def test_an_empty_output_is_replaced_and_comes_back_after_a_failure(
+    api: TensorRT, shards: Path, tmp_path: Path, exporter: Callable[[Callable[..., Any]], None]
+) -> None:
+    def export(*_: object) -> ExportedModel:
+        raise KeyboardInterrupt
+
+    (tmp_path / "engines").mkdir()
+    exporter(export)
+    with pytest.raises(KeyboardInterrupt):
+        build_engine_dir(shards, tmp_path / "engines", BUILD, api=api)
+    assert [path.name for path in tmp_path.iterdir()] == ["engines"]
+    exporter(stand_in_export)
+    assert build_engine_dir(shards, tmp_path / "engines", BUILD, api=api).tp_size == 2

@@ -201,7 +201,6 @@ def test_other_numerics_than_the_engines(
         (("dequantized", "float16"), (None, "float32"), ("dequantized", "float32")),
         (("dequantized", "float16"), ("released", None), ("released", "bfloat16")),
         (("released", "bfloat16"), (None, None), ("released", "bfloat16")),
-        (("released", "bfloat16"), (None, "float16"), ("released", "bfloat16")),
         (("released", "bfloat16"), ("dequantized", None), ("dequantized", "float32")),
     ],
 )

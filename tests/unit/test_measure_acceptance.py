@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,29 @@ def test_decoders_are_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         next(measure_acceptance.measure(options, [[1]], {}, SingleProcess(), progress))
     wanted = {"directory": Path("e"), "backend": "torch", "device": "cpu", "progress": progress}
     assert {name: opened[0][name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"temperatures": ()},
+            "--temperatures names none, expected at least one; leave the option out for the usual on",
+        ),
+        ({"methods": ()}, "--methods names none, expected at least one"),
+        ({"bootstrap_samples": 0}, "--bootstrap-samples is 0, expected at least 1; pass more"),
+        ({"bootstrap_samples": -5}, "--bootstrap-samples is -5, expected at least 1"),
+        ({"max_output_len": 1}, "--max-output-len is 1, expected at least 2, as the first token comes without drafts"),
+    ],
+)
+def test_nothing_to_measure(given: dict[str, Any], message: str) -> None:
+    (problem,) = measure_acceptance.Options(engine_dir=Path("e"), output=Path("o"), **given).problems()
+    assert problem.startswith(message)
+
+
+def test_the_least_that_can_be_measured() -> None:
+    least = {"temperatures": (0.0,), "methods": ("block",), "bootstrap_samples": 1, "max_output_len": 2}
+    assert measure_acceptance.Options(engine_dir=Path("e"), output=Path("o"), **least).problems() == []
 
 
 def example_rows() -> list[dict[str, object]]:

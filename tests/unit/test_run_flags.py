@@ -1,21 +1,36 @@
-"""The flags of examples/run.py: what they make, and what they refuse."""
+"""The flags of examples/run.py: what they make, and what they refuse; what all examples refuse alike."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import tyro
+from dspark_trt.builder.checkpoint import CheckpointError
+from dspark_trt.builder.config import ConfigError
+from dspark_trt.plugins.library import KernelUnavailableError
+from dspark_trt.plugins.tensorrt_api import EngineLoadError
 from dspark_trt.runtime_py.acceptance import ScheduleError
+from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.costs import CostTable
+from dspark_trt.runtime_py.cuda_graphs import GraphError
+from dspark_trt.runtime_py.interleaving import request_counts
+from dspark_trt.runtime_py.mailbox import MailboxError
+from dspark_trt.runtime_py.mapping import MappingError
 from dspark_trt.runtime_py.requests import RequestError, SamplingParams
 from dspark_trt.runtime_py.scheduling import EarlyStop, FullLength, Lookahead, Scheduler, Threshold
+from dspark_trt.runtime_py.stock import StockError
 
-from tests.example_scripts import load_example
+from tests.example_scripts import CHECKPOINT, load_example
 
-run, decoding = load_example("run"), load_example("_decoding")
+run, decoding, common = load_example("run"), load_example("_decoding"), load_example("_common")
 BLOCK = 5
 COSTS = CostTable({1: 0.0}, {n: 1.0 + 0.1 * n for n in range(1, 7)})
 
@@ -153,3 +168,146 @@ def test_cost_table() -> None:
     table = run.cost_table(CostTable({1: 0.001, 2: 0.0025}, {2: 0.004, 12: 0.012}))
     cells = [list(column.cells) for column in table.columns]
     assert cells == [["1", "2", "12"], ["1.00", "2.50", ""], ["", "4.00", "12.00"]]
+
+
+# ------------------------------------------------------------------------------------ files of users
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        (
+            "taken/x.json",
+            {},
+            r"--out .*/taken/x\.json: .*/taken is not a directory, expected one to write in; pass ano",
+        ),
+        ("taken/deep/x.json", {}, r"/taken is not a directory"),
+        ("taken", {"directory": True}, r"/taken is not a directory"),
+        ("there", {}, r"--out .*/there: is a directory, expected the name of a file; pass one"),
+        ("dangling/x", {}, r"/dangling is not a directory"),
+        (
+            "x.foo",
+            {"suffixes": (".png", ".svg")},
+            r"x\.foo: ends in none of \.png, \.svg; pass a name with one of these",
+        ),
+        ("png", {"suffixes": (".png",)}, r"png: ends in none of \.png;"),
+    ],
+)
+def test_outputs_that_cannot_be_written(tmp_path: Path, name: str, more: dict[str, Any], message: str) -> None:
+    (tmp_path / "taken").write_text("x")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent")
+    with pytest.raises(RequestError, match=message):
+        common.check_output(tmp_path / name, "--out", **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "denied", "message"),
+    [
+        ("new/x.json", "", r"--out .*/x\.json: the directory .* is not writable; pass another path or change its perm"),
+        ("kept.json", "kept.json", r"--out .*/kept\.json: the file is not writable; pass another path or change its"),
+    ],
+)
+def test_outputs_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, denied: str, message: str
+) -> None:
+    """As the operating system says; the superuser may write everywhere."""
+    (tmp_path / "kept.json").write_text("x")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / denied)
+    with pytest.raises(RequestError, match=message):
+        common.check_output(tmp_path / name, "--out")
+
+
+def test_outputs_that_can_be_written(tmp_path: Path) -> None:
+    """New, in new directories, or there already; nothing is made by asking."""
+    (tmp_path / "old.PNG").write_text("x")
+    common.check_output(tmp_path / "old.PNG", "--out", suffixes=(".png",))
+    common.check_output(tmp_path / "a" / "b" / "x.json.gz", "--out", suffixes=(".json", ".json.gz"))
+    common.check_output(tmp_path, "--out", directory=True)
+    common.check_output(tmp_path / "a" / "b", "--out", directory=True)
+    common.check_output(Path("name-alone.json"), "--out")
+    assert [p.name for p in tmp_path.iterdir()] == ["old.PNG"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--plot x.foo", r"--plot x\.foo: ends in none of .*\.pdf, \.png.*; pass a name"),
+        ("--plot x.pgf", r"--plot x\.pgf: ends in none of"),
+        ("--trace x.txt", r"--trace x\.txt: ends in none of \.json, \.json\.gz; pass a name"),
+        ("--stats-json .", r"--stats-json \.: is a directory"),
+    ],
+)
+def test_outputs_of_a_run(flags: str, message: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(RequestError, match=message):
+        run.check_outputs(options(*flags.split()), common.import_pyplot())
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    """Named, with the byte, in one line; a directory is no file."""
+    (tmp_path / "latin1.txt").write_bytes("It was\nSie h\xe4tte".encode("latin-1"))
+    with pytest.raises(RequestError) as refusal:
+        common.read_prompts(tmp_path / "latin1.txt")
+    wanted = "byte 12 is 0xe4, which is not UTF-8; pass a file with one prompt a line, saved as UTF-8"
+    assert str(refusal.value) == f"{tmp_path}/latin1.txt: {wanted}"
+    (tmp_path / "good.txt").write_bytes("Sie h\xe4tte\n".encode())
+    assert common.read_prompts(tmp_path / "good.txt") == ["Sie h\xe4tte"]
+    with pytest.raises(RequestError, match="Is a directory; pass a file with one prompt a line"):
+        common.read_prompts(tmp_path)
+
+
+def test_a_prompt_that_is_no_text() -> None:
+    """A byte of the command line that is not UTF-8 arrives as half of a pair."""
+    text = common.Text(CHECKPOINT, 256)
+    assert text.encode("It") == [256, *b"It"]
+    with pytest.raises(
+        RequestError, match=r"prompt 'It \\udcff': character 3 is U\+DCFF, which is no text; pass the pro"
+    ):
+        text.encode("It \udcff")
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff", b"{}"])
+def test_a_damaged_tokenizer(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(RequestError, match=r"tokenizer\.json: not a tokenizer \(.+\); copy the checkpoint's tokenizer"):
+        common.Text(tmp_path, None)
+
+
+# ------------------------------------------------------------------------------- refusals and failures
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MappingError("x"), 2),
+        (ConfigError("x"), 2),
+        (EngineLoadError("x"), 2),
+        (KernelUnavailableError("x"), 2),
+        (StockError("x"), 2),
+        (CheckpointError("x"), 1),
+        (MailboxError("x"), 1),
+        (GraphError("x"), 1),
+    ],
+)
+def test_what_is_refused_and_what_failed(error: Exception, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where opening tells that the directory, the ranks or the machine won't do, the status is that of a refusal; an
+    error that may also come of a disk or a GPU that fails is a failure, with its place."""
+    with (
+        pytest.raises(SystemExit) as ended,
+        common.watched(SingleProcess(), timeout_s=100, debug=False) as progress,
+        progress.operation("loading of the draft"),
+    ):
+        raise error
+    assert ended.value.code == status
+    place = "" if status == 2 else " [in loading of the draft; last enqueued: loading of the draft]"
+    assert capsys.readouterr().err == f"rank 0: {type(error).__name__}: x{place}\n"
+
+
+def test_the_help_says_what_is_captured() -> None:
+    """The largest batch too, which need not be a power of two."""
+    assert request_counts(6) == (1, 2, 4, 6)
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as told:
+        tyro.cli(run.Options, args=["--help"])
+    words = " ".join(re.sub("[^a-z ]", " ", told.getvalue()).split())
+    assert "left out powers of two and the largest batch" in words

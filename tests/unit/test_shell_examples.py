@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,29 @@ def test_the_build_script_says_how_to_call_it(tmp_path: Path, arguments: list[st
     done = bash(str(EXAMPLES / "build_engines.sh"), *arguments, path=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: bash ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [(None, "not there"), ("echo 3.9", "3.9"), ("echo 3.14", "3.14"), ("echo 2.7", "2.7"), ("exit 1", "not there")],
+)
+def test_the_quickstart_wants_a_python_that_the_project_runs_on(tmp_path: Path, answer: str | None, found: str) -> None:
+    """One line, before anything is made or emptied."""
+    script = tmp_path / "clone" / "examples" / "quickstart.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(EXAMPLES / "quickstart.sh", script)
+    (kept := tmp_path / "clone" / "build" / "quickstart" / "kept").mkdir(parents=True)
+    if answer:
+        stub(tmp_path, "python9.9", answer)
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHON": "python9.9"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"python9.9 is {found}, Python 3.10 to 3.13 is needed; name one with: PYTHON=python3.12 bash {script}\n"
+    )
+    assert kept.exists() and not (tmp_path / "clone" / ".venv").exists()

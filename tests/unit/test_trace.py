@@ -42,12 +42,12 @@ def test_ranks_share_a_time_axis_and_nothing_else() -> None:
     assert second[1]["args"]["labels"] == "rank 1 GPU 0"
 
 
-@pytest.mark.parametrize("name", ["trace.json", "deeper/trace.json.gz"])
+@pytest.mark.parametrize("name", ["trace.json", "deeper/trace.json.gz", "TRACE.JSON.GZ"])
 def test_what_ran_is_in_the_file(name: str, tmp_path: Path) -> None:
     with trace_scope(tmp_path / name, SingleProcess()), torch.profiler.record_function("draft"):
         torch.ones(4, 4) @ torch.ones(4, 4)
     data = (tmp_path / name).read_bytes()
-    events = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)["traceEvents"]
+    events = json.loads(gzip.decompress(data) if name.lower().endswith(".gz") else data)["traceEvents"]
     names = {event["name"] for event in events}
     assert {"draft", "aten::matmul"} <= names
 

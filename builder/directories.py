@@ -1,0 +1,130 @@
+"""Directories that the commands take and make: which kind one is, and how a new one comes to be.
+
+Three kinds follow each other: a released checkpoint, rank shards, engines. All have a ``config.json`` and are passed
+to commands that look alike, so the commonest mistake is to pass the wrong one. :func:`check_kind` says which kind was
+found and who takes it.
+
+A new directory is written beside its place and renamed when complete, so a directory of that name is whole. What
+would make the renaming fail (a mount point, the current directory, a parent that can't be written) is refused before
+any work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+SHARD_FORMAT = "dspark-trt shards"
+ENGINE_FORMAT = "dspark-trt engines"
+WEIGHTS = "weights"
+
+DirectoryKind = Literal["released", "shards", "engines"]
+NAMES: dict[DirectoryKind, str] = {
+    "released": "a released checkpoint",
+    "shards": "rank shards",
+    "engines": "an engine directory",
+}
+_TAKEN_BY: dict[DirectoryKind, str] = {
+    "released": "dspark-convert --checkpoint takes it, and makes rank shards of it",
+    "shards": "dspark-build --checkpoint takes them, and makes an engine directory of them",
+    "engines": "examples/run.py --engine-dir takes it",
+}
+
+
+def kind_of(directory: Path) -> DirectoryKind | None:
+    """What a directory is, also where its ``config.json`` is missing or damaged; None for anything else."""
+    try:
+        return _kind_of(directory)
+    except OSError:  # it may not be read; its reader says so
+        return None
+
+
+def _kind_of(directory: Path) -> DirectoryKind | None:
+    try:
+        declared = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")).get("format")
+    except (FileNotFoundError, ValueError, AttributeError):
+        declared = None
+    if declared in (SHARD_FORMAT, ENGINE_FORMAT):
+        return "shards" if declared == SHARD_FORMAT else "engines"
+    if any((directory / name).exists() for name in (INDEX_NAME, SINGLE_NAME)):
+        return "released"
+    if (directory / WEIGHTS).is_dir() and (directory / "draft").is_dir():
+        return "engines"
+    return "shards" if any(directory.glob("rank*.safetensors")) else None
+
+
+def check_kind(directory: Path, wanted: DirectoryKind, error: type[Exception]) -> None:
+    """Raise ``error`` if ``directory`` is one of another kind; one of no kind is left to its reader."""
+    found = kind_of(directory)
+    if found not in (None, wanted):
+        raise error(f"{directory}: holds {NAMES[found]}, expected {NAMES[wanted]}; {_TAKEN_BY[found]}")
+
+
+def check_new(output: Path, error: type[Exception]) -> None:
+    """Raise ``error`` unless a new directory can get the name ``output``; changes nothing.
+
+    An empty directory is replaced, unless it is in a place that can't be.
+    """
+    if output.is_symlink():
+        raise _not_replaced(output, "a symbolic link", error)
+    if output.exists():
+        if output.samefile(Path.cwd()):
+            raise _not_replaced(output, "the current directory", error)
+        if os.path.ismount(output):
+            raise _not_replaced(output, "a mount point", error)
+        if not output.is_dir() or any(output.iterdir()):
+            raise error(f"{output}: exists already; remove it or pass another --output")
+    parent = next(path for path in output.absolute().parents if path.exists())
+    if not parent.is_dir():
+        raise error(f"{output}: {parent} is a file, expected a directory; pass another --output")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise error(f"{output}: {parent} is not writable for this user; pass an --output where you may write")
+
+
+@contextmanager
+def new_directory(output: Path, error: type[Exception]) -> Iterator[Path]:
+    """A directory that is renamed to ``output`` if the block succeeds, and removed if it fails.
+
+    Raises:
+        error: ``output`` is in use or can't be made, before the block starts.
+    """
+    check_new(output, error)
+    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except FileExistsError:
+        raise error(f"{partial}: exists already, left by a run that was killed; remove it") from None
+    except OSError as problem:
+        raise error(f"{output}: can't be made ({problem.strerror}); pass an --output where you may write") from None
+    replaced = output.exists()
+    try:
+        if replaced:
+            try:
+                output.rmdir()  # fails now for mounts that look like plain directories, not after hours of work
+            except OSError as problem:
+                replaced = False
+                raise _not_replaced(output, f"busy ({problem.strerror})", error) from None
+        yield partial
+        partial.rename(output)
+    except BaseException:
+        if replaced:
+            output.mkdir(exist_ok=True)
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _not_replaced(output: Path, why: str, error: type[Exception]) -> Exception:
+    return error(
+        f"{output}: is {why}, which can't be replaced by the finished directory; pass a new one in it, such as "
+        f"--output {output / 'new'}"
+    )
