@@ -374,6 +374,18 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def networks_from_dict(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """``target``, which may be None, and ``draft`` of a header; what is wrong is added to ``problems``."""
+    configs: dict[str, Any] = {"target": None}
+    for name, kind in (("target", TargetConfig), ("draft", DraftConfig)):
+        try:
+            if name == "draft" or values.get(name) is not None:
+                configs[name] = from_dict(kind, values.get(name), name)
+        except ConfigError as error:
+            problems.append(str(error))
+    return configs
+
+
 def from_dict(kind: type[ModelConfig], values: Any, where: str | None = None) -> Any:
     """Rebuild ``kind`` from :func:`to_dict`'s output, called ``where`` in messages.
 

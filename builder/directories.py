@@ -14,10 +14,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from .json_values import read_object
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,6 +27,8 @@ SINGLE_NAME = "model.safetensors"
 SHARD_FORMAT = "dspark-trt shards"
 ENGINE_FORMAT = "dspark-trt engines"
 WEIGHTS = "weights"
+_FORMATS = {"shards": SHARD_FORMAT, "engines": ENGINE_FORMAT}
+_MADE_BY = {"shards": "dspark-convert", "engines": "dspark-build"}
 
 DirectoryKind = Literal["released", "shards", "engines"]
 NAMES: dict[DirectoryKind, str] = {
@@ -66,6 +70,45 @@ def check_kind(directory: Path, wanted: DirectoryKind, error: type[Exception]) -
     found = kind_of(directory)
     if found not in (None, wanted):
         raise error(f"{directory}: holds {NAMES[found]}, expected {NAMES[wanted]}; {_TAKEN_BY[found]}")
+
+
+def read_dir_header(
+    directory: Path,
+    kind: Literal["shards", "engines"],
+    version: int,
+    error: type[Exception],
+    *,
+    remedy: str,
+    outdated: str,
+) -> dict[str, Any]:
+    """The values in the ``config.json`` of a directory that this package wrote, of this version.
+
+    Args:
+        error: what to raise where that is not what was found.
+        remedy: what to do about a file that is damaged.
+        outdated: what to do about one of another version.
+    """
+    check_kind(directory, kind, error)
+    path, wanted = directory / CONFIG_NAME, (_FORMATS[kind], version)
+    absent = f"expected a directory that {_MADE_BY[kind]} wrote"
+    values = read_object(path, error, absent=absent, remedy=remedy)
+    if (found := (values.get("format"), values.get("version"))) != wanted:
+        raise error(
+            f"{path}: format {found[0]!r} version {found[1]!r}, expected {wanted[0]!r} version {wanted[1]}; {outdated}"
+        )
+    return values
+
+
+def file_problems(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is wrong with files that a header lists with their sizes, ``bytes``, below ``directory``."""
+    problems = []
+    for name, facts in files.items():
+        file = directory / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size != facts["bytes"]:
+            problems.append(f"{name} has {file.stat().st_size} bytes, {facts['bytes']} were written")
+    return problems
 
 
 def check_new(output: Path, error: type[Exception]) -> None:

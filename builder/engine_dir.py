@@ -28,11 +28,11 @@ from . import engine
 from .checkpoint import CheckpointError, ShardConfig, rank_file_name, read_shard_config
 from .checkpoint.loading import check_rank_files
 from .checkpoint.sharding import TOKENIZER_FILES
-from .config import ConfigError, DraftConfig, TargetConfig, from_dict, to_dict
-from .directories import CONFIG_NAME, ENGINE_FORMAT, WEIGHTS, check_kind, check_new, new_directory
+from .config import ConfigError, DraftConfig, TargetConfig, networks_from_dict, to_dict
+from .directories import CONFIG_NAME, ENGINE_FORMAT, WEIGHTS, check_new, file_problems, new_directory, read_dir_header
 from .engine import BuildConfig, Kind
 from .engine_jobs import Job, build_file, build_in_workers, with_timing_cache
-from .json_values import read_object, read_value
+from .json_values import read_value
 
 if TYPE_CHECKING:
     from .network import NetworkIO
@@ -107,29 +107,21 @@ class EngineDir:
         """
         path = Path(path)
         header = path / CONFIG_NAME
-        check_kind(path, "engines", EngineDirError)
-        absent, remedy = "expected a directory that dspark-build wrote", f"build again: {REBUILD}"
-        values = read_object(header, EngineDirError, absent=absent, remedy=remedy)
-        if (found := (values.get("format"), values.get("version"))) != (ENGINE_FORMAT, VERSION):
-            raise EngineDirError(
-                f"{header}: format {found[0]!r} version {found[1]!r}, expected {ENGINE_FORMAT!r} version {VERSION}; "
-                f"run dspark-convert again, then {REBUILD}"
-            )
+        remedy, outdated = f"build again: {REBUILD}", f"run dspark-convert again, then {REBUILD}"
+        values = read_dir_header(path, "engines", VERSION, EngineDirError, remedy=remedy, outdated=outdated)
         problems: list[str] = []
         built: Any = values.get("build")
         values = read_value(_KEYS, values, "", problems)
-        for name, kind in (("target", TargetConfig), ("draft", DraftConfig)):
-            try:
-                optional = name == "target" and values.get(name) is None
-                values[name] = None if optional else from_dict(kind, values.get(name), name)
-            except ConfigError as error:
-                problems.append(str(error))
+        values |= networks_from_dict(values, problems)
         try:
             values["build"] = engine.from_dict(built)
-            if not problems:
-                dataclasses.replace(values["build"], num_draft_tokens=None).checked(values["draft"])
         except ConfigError as error:
-            problems += [f"build: {line}".replace("build: build", "build", 1) for line in str(error).splitlines()]
+            problems.append(str(error))
+        if not problems:
+            try:
+                dataclasses.replace(values["build"], num_draft_tokens=None).checked(values["draft"])
+            except ConfigError as error:
+                problems += [f"build: {line}" for line in str(error).splitlines()]
         if problems:
             raise EngineDirError(f"{header}: not a header of this version: {'; '.join(problems)}; {remedy}")
         if values.pop("build_sha256") != engine.digest(built):
@@ -145,12 +137,7 @@ class EngineDir:
         wanted |= {f"{WEIGHTS}/{rank_file_name(rank)}" for rank in range(self.tp_size)}
         problems = [] if self.tp_size > 0 else [f"mapping.tp_size is {self.tp_size}, expected at least 1"]
         problems += [f"{name} is not listed" for name in sorted(wanted - set(self.files))]
-        for name, facts in self.files.items():
-            file = self.path / name
-            if not file.is_file():
-                problems.append(f"{name} is missing")
-            elif file.stat().st_size != facts["bytes"]:
-                problems.append(f"{name} has {file.stat().st_size} bytes, {facts['bytes']} were written")
+        problems += file_problems(self.path, self.files)
         if (tokens := self.build.num_draft_tokens) != self.draft.block_size:
             problems.append(f"built for {tokens} draft tokens, the draft's block is {self.draft.block_size}")
         return problems or self._differences()

@@ -22,12 +22,15 @@ from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir, EngineDirError
 from dspark_trt.plugins.library import KernelUnavailableError
 from dspark_trt.plugins.tensorrt_api import EngineLoadError, TensorRTUnavailableError
 from dspark_trt.runtime_py.acceptance import ScheduleError
-from dspark_trt.runtime_py.communicator import Communicator, LaunchError, connect, fail_together
+from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
+from dspark_trt.runtime_py.communicator import Communicator, LaunchError, check_alike, connect, fail_together
+from dspark_trt.runtime_py.device import DeviceChoice, rank_device
 from dspark_trt.runtime_py.mapping import MappingError
+from dspark_trt.runtime_py.opening import read_tokenizer
 from dspark_trt.runtime_py.requests import RequestError
 from dspark_trt.runtime_py.stock import StockError
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
-from tokenizers import Tokenizer
+from rich.console import Console
 
 REFUSALS = (
     *(RequestError, ScheduleError, ConfigError, LaunchError, MappingError, EngineDirError),
@@ -45,12 +48,7 @@ class Text:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise RequestError(f"{file}: not found; text prompts need the checkpoint's tokenizer.json, copy it there")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library has no class of its own
-            raise RequestError(
-                f"{file}: not a tokenizer ({' '.join(str(error).split())}); copy the checkpoint's tokenizer.json again"
-            ) from None
+        self._tokenizer = read_tokenizer(file, "copy the checkpoint's tokenizer.json again")
         self._prefix = [] if bos_token_id is None else [bos_token_id]
 
     def encode(self, text: str) -> list[int]:
@@ -173,6 +171,17 @@ def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] |
     except (EngineDirError, LaunchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return None
+
+
+def announced_executor(
+    directory: EngineDir, communicator: Communicator, device: DeviceChoice, backend: Backend, console: Console
+) -> tuple[torch.device, Executor]:
+    """Where this rank computes and with what, agreed on by all ranks; the first line that programs print."""
+    check_alike(communicator, device=device, backend=backend)
+    place = rank_device(communicator, device)
+    executor = choose_executor(directory, communicator, place, backend)
+    console.print(f"executor: {executor}; ranks: {communicator.size}")
+    return place, executor
 
 
 @contextmanager

@@ -245,7 +245,8 @@ def run_build(
         return progress.operation(name, extra_s=passes * pass_s)
 
     with operation("loading of the weights", len(kinds)):
-        networks = {kind: load_network(kind, shards, rank, build) for kind in kinds}
+        # One file has both networks, and is checked once.
+        networks = {kind: load_network(kind, shards, rank, build, check_bytes=kind == kinds[0]) for kind in kinds}
     sessions = {kind: TorchSession(network, communicator) for kind, network in networks.items()}
     # Every token may take a step, and prompts that find no slot come one after the other.
     with operation("decode that the inputs are of", 2 * TOKENS * len(prompts)):

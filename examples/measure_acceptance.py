@@ -30,14 +30,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from _common import Text, check_output, device_name, import_pyplot, open_job, read_prompts, watched
+from _common import (
+    Text,
+    announced_executor,
+    check_output,
+    device_name,
+    import_pyplot,
+    open_job,
+    read_prompts,
+    watched,
+)
 from _decoding import METHODS
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
-from dspark_trt.runtime_py.backend import Backend, choose_executor
-from dspark_trt.runtime_py.communicator import Communicator, check_alike
+from dspark_trt.runtime_py.backend import Backend
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.decoder import Decoder
-from dspark_trt.runtime_py.device import DeviceChoice, rank_device
+from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
 from dspark_trt.runtime_py.verification import Verdict, Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
@@ -160,10 +169,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     prompts_file = options.prompts_file or Path(__file__).with_name("prompts.txt")
     prompts = [text.encode(prompt) for prompt in read_prompts(prompts_file)]
     params = {t: sampling(options, t, len(prompts)) for t in options.temperatures}
-    check_alike(communicator, device=options.device, backend=options.backend)
-    place, rows = rank_device(communicator, options.device), []
-    executor = choose_executor(directory, communicator, place, options.backend)
-    console.print(f"executor: {executor}; ranks: {communicator.size}")
+    place, executor = announced_executor(directory, communicator, options.device, options.backend, console)
+    rows = []
     for row in measure(options, prompts, params, communicator, progress):
         rows.append(row)
         steps, tokens = row["steps"], row["tokens_per_step"].mean

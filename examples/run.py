@@ -26,14 +26,24 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from _common import Text, check_output, device_name, image_suffixes, import_pyplot, open_job, read_prompts, watched
+from _common import (
+    Text,
+    announced_executor,
+    check_output,
+    device_name,
+    image_suffixes,
+    import_pyplot,
+    open_job,
+    read_prompts,
+    watched,
+)
 from _decoding import METHODS, SamplingFlags, VerificationFlags
 from dspark_trt.builder.engine_dir import EngineDir
-from dspark_trt.runtime_py.backend import Backend, Executor, choose_executor
-from dspark_trt.runtime_py.communicator import Communicator, check_alike
+from dspark_trt.runtime_py.backend import Backend, Executor
+from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
-from dspark_trt.runtime_py.device import DeviceChoice, rank_device
+from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
 from dspark_trt.runtime_py.trace import trace_scope
@@ -129,10 +139,7 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     pyplot = import_pyplot() if options.plot else None
     if communicator.rank == 0:  # it writes them, and its refusal ends every rank
         check_outputs(options, pyplot)
-    check_alike(communicator, device=options.device, backend=options.backend)
-    place = rank_device(communicator, options.device)
-    executor = choose_executor(directory, communicator, place, options.backend)
-    console.print(f"executor: {executor}; ranks: {communicator.size}")
+    place, executor = announced_executor(directory, communicator, options.device, options.backend, console)
     if options.speculative and not params.greedy and not directory.build.sampling:
         console.print("drafts are greedy, built without --sampling; at a temperature fewer of them are kept")
     text = Text(directory.path, directory.target.bos_token_id)

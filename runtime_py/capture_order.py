@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .cuda_runtime import cuda_runtime
+from .cuda_runtime import function_with_edges
 
 _ACTIVE = 1  # cudaStreamCaptureStatusActive; an invalidated capture has another status and takes no more nodes
 _SET = 1  # cudaStreamSetCaptureDependencies
@@ -102,8 +102,5 @@ def _set(stream: torch.cuda.Stream, wanted: Dependencies) -> None:
 
 
 def _call(name: str, suffix: str, *arguments: Any) -> None:
-    """Call a function that takes edges: since CUDA 13 by its plain name, from CUDA 12.3 on with a suffix."""
-    assert torch.version.cuda is not None
-    before_13 = int(torch.version.cuda.split(".")[0]) < 13
-    if error := getattr(cuda_runtime(), name + (suffix if before_13 else ""))(*arguments):
+    if error := function_with_edges(name, suffix)(*arguments):
         raise CaptureError(f"{name} failed with CUDA error {error}; open the decoder with side_stream=False")

@@ -134,7 +134,9 @@ def open_decoder(
                 return open_session(directory, kind, rank, api, world_size=communicator.size, mailbox=mailbox)
         shards = directory.path / WEIGHTS
         with told.operation(f"loading of the {kind}'s weights", extra_s=loading_seconds(shards / rank_file_name(rank))):
-            network = load_network(kind, shards, rank, directory.build, online_acceptance=online_acceptance).to(place)
+            # One file has both networks; the target, which is loaded first, has it checked.
+            options = {"online_acceptance": online_acceptance, "check_bytes": kind == "target"}
+            network = load_network(kind, shards, rank, directory.build, **options).to(place)
         if sampler and isinstance(network.model, DraftModel):
             network.model.sampler = sampler
         return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope, group=platform.group)
@@ -174,14 +176,19 @@ def loading_seconds(file: Path) -> float:
     return file.stat().st_size / LOADING_BYTES_PER_SECOND
 
 
+def read_tokenizer(file: Path, remedy: str) -> Tokenizer:
+    """The tokenizer in ``file``; RequestError, which ends with ``remedy``, if there is none in it."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no class of its own
+        raise RequestError(f"{file}: not a tokenizer ({' '.join(str(error).split())}); {remedy}") from None
+
+
 def detokenizer(directory: Path) -> Detokenize | None:
     """What turns output into text, if the directory has a tokenizer."""
     if not (file := directory / "tokenizer.json").is_file():
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers has no class of its own
-        raise RequestError(f"{file}: not a tokenizer ({error}); copy it again from the checkpoint") from error
+    tokenizer = read_tokenizer(file, "copy it again from the checkpoint")
     return lambda ids: str(tokenizer.decode(list(ids)))
 
 

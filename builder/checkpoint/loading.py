@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...plugins.numerics import FP4_BLOCK
-from ..config import ConfigError, DraftConfig, TargetConfig, from_dict, to_dict
-from ..directories import CONFIG_NAME, SHARD_FORMAT, check_kind
-from ..json_values import read_object, read_value
+from ..config import DraftConfig, TargetConfig, networks_from_dict, to_dict
+from ..directories import CONFIG_NAME, SHARD_FORMAT, file_problems, read_dir_header
+from ..json_values import read_value
 from .quantization import dequantize_fp4, dequantize_fp8, scale_shape
 from .tensor_file import CheckpointError, DamagedWeightsError, StoredTensor, file_sha256, read_header
 
@@ -76,39 +76,19 @@ def read_shard_config(directory: Path) -> ShardConfig:
     Raises:
         CheckpointError: listing what is wrong with the directory, and to convert again.
     """
-    path = directory / CONFIG_NAME
-    check_kind(directory, "shards", CheckpointError)
-    absent = "expected a directory that dspark-convert wrote"
-    values = read_object(path, CheckpointError, absent=absent, remedy=RECONVERT)
-    found = (values.get("format"), values.get("version"))
-    if found != (SHARD_FORMAT, SHARD_VERSION):
-        raise CheckpointError(
-            f"{path}: format {found[0]!r} version {found[1]!r}, expected {SHARD_FORMAT!r} version {SHARD_VERSION}; "
-            f"{RECONVERT}"
-        )
+    values = read_dir_header(directory, "shards", SHARD_VERSION, CheckpointError, remedy=RECONVERT, outdated=RECONVERT)
     problems: list[str] = []
     values = read_value(_KEYS, values, "", problems)
-    configs: dict[str, Any] = {}
-    for name, kind in (("target", TargetConfig), ("draft", DraftConfig)):
-        try:
-            optional = name == "target" and values.get(name) is None
-            configs[name] = None if optional else from_dict(kind, values.get(name), name)
-        except ConfigError as error:
-            problems.append(str(error))
+    configs = networks_from_dict(values, problems)
     if problems:
-        raise CheckpointError(f"{path}: not a shard configuration: {'; '.join(problems)}; {RECONVERT}")
+        header = directory / CONFIG_NAME
+        raise CheckpointError(f"{header}: not a shard configuration: {'; '.join(problems)}; {RECONVERT}")
     tp_size, files = values["mapping"]["tp_size"], values["rank_files"]
     config = ShardConfig(**configs, tp_size=tp_size, weights_hash=values["weights_hash"], rank_files=files)
     expected = [rank_file_name(rank) for rank in range(tp_size)]
     if tp_size < 1 or sorted(files) != sorted(expected):
         problems.append(f"lists {sorted(files)}, tensor parallel size {tp_size} needs {expected}")
-    for name, facts in files.items():
-        file = directory / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != facts["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes, {facts['bytes']} were written")
-    if problems:
+    if problems := problems + file_problems(directory, files):
         raise CheckpointError(f"{directory}: {'; '.join(problems)}; {RECONVERT}")
     return config
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dspark_trt.runtime_py.cuda_runtime import cuda_runtime
+from dspark_trt.runtime_py.cuda_runtime import function_with_edges
 
 _KINDS = {0: "full", 1: "programmatic"}
 
@@ -34,8 +34,7 @@ def edge_kinds(call: Callable[[], Any], times: int = 1) -> dict[str, int]:
     with torch.cuda.graph(graph):
         for _ in range(times):
             call()
-    assert torch.version.cuda is not None
-    get = getattr(cuda_runtime(), "cudaGraphGetEdges" + ("_v2" if torch.version.cuda.startswith("12.") else ""))
+    get = function_with_edges("cudaGraphGetEdges", "_v2")
     handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     if status := get(handle, None, None, None, ctypes.byref(count)):
         raise RuntimeError(f"cudaGraphGetEdges failed with error {status}")

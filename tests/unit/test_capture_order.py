@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,12 @@ import torch
 from dspark_trt.plugins.hc_collapse import HC_COLLAPSE
 from dspark_trt.plugins.mhc_coefficients import MHC_COEFFICIENTS
 from dspark_trt.plugins.op import Op
-from dspark_trt.runtime_py import capture_order, side_stream
+from dspark_trt.runtime_py import cuda_runtime, side_stream
 from dspark_trt.runtime_py.capture_order import CaptureError, fork, join
 from dspark_trt.runtime_py.side_stream import SideStream
 from torch import Tensor
+
+from tests.fake_streams import FakeStreams
 
 NAMES = {12: ("cudaStreamGetCaptureInfo_v3", "cudaStreamUpdateCaptureDependencies_v2")}
 NAMES[13] = tuple(name.rsplit("_", 1)[0] for name in NAMES[12])
@@ -40,7 +41,7 @@ class Stream:
         self.ends = {**self.ends, **other.ends}
 
 
-class Capture:
+class Capture(FakeStreams):
     """One capture and its graph: ``edges`` of a node are the nodes it waits for."""
 
     def __init__(self) -> None:
@@ -52,14 +53,6 @@ class Capture:
 
     def stream(self, device: Any = None) -> Stream:
         return Stream(self)
-
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
     def add_node(self) -> int:
         """Enqueue something on the current stream."""
@@ -102,11 +95,9 @@ def new_capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         capture = Capture()
         get, update = NAMES[request.param]
         runtime = type("Runtime", (), {get: staticmethod(capture.get), update: staticmethod(capture.update)})
-        monkeypatch.setattr(capture_order, "cuda_runtime", lambda: runtime)
+        monkeypatch.setattr(cuda_runtime, "cuda_runtime", lambda: runtime)
         monkeypatch.setattr(torch.version, "cuda", f"{request.param}.0")
-        monkeypatch.setattr(torch.cuda, "Stream", capture.stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: capture.current)
-        monkeypatch.setattr(torch.cuda, "stream", capture.use)
+        capture.install(monkeypatch)
 
         def execute(op: Op, attributes: Any, tensors: Any, bindings: Any) -> tuple[Tensor, ...]:
             capture.add_node()

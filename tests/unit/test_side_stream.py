@@ -16,10 +16,12 @@ from dspark_trt.runtime_py import capture_order, side_stream
 from dspark_trt.runtime_py.side_stream import SideStream
 from torch import Tensor
 
+from tests.fake_streams import FakeStreams
+
 HIDDEN = 256
 
 
-class Device:
+class Device(FakeStreams):
     """Two streams that write down what is enqueued on them."""
 
     def __init__(self) -> None:
@@ -30,14 +32,6 @@ class Device:
     def stream(self, device: Any = None) -> FakeStream:
         self.streams.append(FakeStream("side", self))
         return self.streams[-1]
-
-    @contextmanager
-    def use(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
 
 class FakeStream:
@@ -51,9 +45,7 @@ class FakeStream:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     fake = Device()
-    monkeypatch.setattr(torch.cuda, "Stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
-    monkeypatch.setattr(torch.cuda, "stream", fake.use)
+    fake.install(monkeypatch)
 
     def execute(op: Op, attributes: Any, tensors: Any, bindings: Any) -> Any:
         fake.log.append(f"{op.name} on {fake.current.name}")
