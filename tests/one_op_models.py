@@ -12,6 +12,10 @@ from dspark_trt.builder.network import TensorInfo
 from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import op as ops
 from dspark_trt.plugins.registry import ALL_OPS
+from dspark_trt.plugins.tensorrt_api import EngineOptions
+
+BUILD = BuildConfig(max_batch_size=2, options=EngineOptions(compute_capabilities=("8.9",)))
+"""Of engine directories whose networks are such models."""
 
 SIZES = {"H": 128, "K": 512, "P": 4, "B": 5, "N": 4, "S": 3, "W": 16, "V": 96, "R": 8, "E": 6, "M": 1, "J": 16, "L": 96}
 """Sizes of the static dimensions; K of MhcCoefficients is 4 H."""
