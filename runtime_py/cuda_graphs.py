@@ -30,12 +30,14 @@ class GraphPool:
     def __init__(self, stream: torch.cuda.Stream):
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, call: Callable[[], object], name: str) -> Callable[[], None]:
         """What replays ``call`` on the current stream. ``call`` must have run at least twice.
 
         Raises:
-            GraphError: the call failed or enqueued nothing; the next eager call works again.
+            GraphError: the call failed or enqueued nothing; the next eager call and the next capture work again. Only
+                torch's default generator of random numbers, which no network here uses, may refuse from then on.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._stream.synchronize()
@@ -48,6 +50,10 @@ class GraphPool:
             ):
                 call()
         except Exception as error:
+            # Where CUDA invalidated the capture, torch's allocators go on taking the pool for one that is recorded to,
+            # and ask the graph by which stream: it must outlive them, and the next capture has a pool of its own.
+            self._broken.append(graph)
+            self._pool = torch.cuda.graph_pool_handle()
             # Joining streams and ending a broken capture raise again; the first error is the one that says why.
             cause: BaseException = error
             while cause.__context__ and not cause.__suppress_context__:

@@ -1,8 +1,8 @@
 """A timeline of all ranks that Perfetto and chrome://tracing open.
 
 torch's profiler records the host's calls and, on a GPU, every kernel with its stream, also those replayed
-from a CUDA graph. Each rank records itself; rank 0 puts the records on one time axis, one group of tracks
-a rank, and writes the file.
+from a CUDA graph, in which each branch has a track of its own. Each rank records itself; rank 0 puts the
+records on one time axis, one group of tracks a rank, and writes the file.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def checks_of_steps(engines: Path, scratch: Path) -> dict[str, Any]:
     """What must hold of the steps of one rank, as it was found."""
     prompts = greedy_reference.prompts()
     (replayed, _, left), (enqueued, _, wanted) = (
-        decode(engines, prompts, greedy(60), **chosen) for chosen in ({}, {"request_counts": ()})
+        decode(engines, prompts, greedy(60), **chosen) for chosen in ({}, {"replayed": False})
     )
     with Decoder.from_dir(engines, device="cuda", request_counts=(1, 2)) as decoder:
         waits = waits_of_steps(decoder, prompts[:1], scratch)

@@ -25,7 +25,7 @@ from dspark_trt.runtime_py.requests import SamplingParams, Statistics
 from dspark_trt.runtime_py.watchdog import Watchdog
 
 from tests import greedy_reference
-from tests.gpu.decode_runs import caches, same_bits
+from tests.gpu.decode_runs import caches, enqueue, same_bits
 from tests.gpu.gpus import ranks_on
 from tests.greedy_reference import View
 
@@ -68,7 +68,8 @@ def main(
                         left = caches(decoder)
                         report["in_flight"] = {count: decode(decoder, in_flight(count))[0] for count in requests}
             if mode:
-                with Decoder.from_dir(engines, backend=backends[0], request_counts=(), **options) as decoder:
+                with Decoder.from_dir(engines, backend=backends[0], **options) as decoder:
+                    enqueue(decoder)
                     enqueued = {"tokens": decode(decoder)[0] == texts[0], "caches": same_bits(caches(decoder), left)}
                 report["enqueued_equals_replayed"] = communicator.all_gather_object(enqueued)
         # Of the views, only those on a GPU may be told which one.

@@ -16,6 +16,7 @@ from dspark_trt.runtime_py.mailbox import Mailbox, region_bytes, slot_bytes
 from torch import Tensor
 
 from tests.gpu.kernel_call import KernelCall, bits
+from tests.gpu.random_replays import values_that_differ
 from tests.op_examples import UNQUANTIZED
 
 EPS = 1e-6
@@ -143,32 +144,17 @@ class Case:
         self.fused.run()
         self.check()
 
+    def launch(self) -> None:
+        self.fused.launch()
+
 
 def values_that_differ_in_100_000_calls(box: Mailbox, rank: int, seed: int, hidden: int) -> int:
-    """TP-1, TP-4: two graphs of fifty bfloat16 calls, replayed in random order; row counts jump from call to call."""
-    order = torch.Generator().manual_seed(seed)
+    """TP-1, TP-4: two graphs of fifty bfloat16 calls; row counts jump from call to call."""
     rows = [r for i in range(1, 26) for r in (i, 41 - i)]
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    graphs, kept = [], []
-    for which in range(2):
-        cases = []
-        for i, r in enumerate(rows):
-            kind, shape = KINDS[(i + which) % len(KINDS)], (r, hidden)
-            cases.append(Case(box.tensor, rank, kind, seed + 100 * which + i, shape, torch.bfloat16, i % 3 == 2))
-        for case in cases:
-            case.run()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for case in cases:
-                case.fused.launch()
-                bad.add_(case.differences())
-        graphs.append(graph)
-        kept.append(cases)
-    for replay in range(2000):
-        graphs[int(torch.randint(2, (), generator=order))].replay()
-        if replay % 100 == 99:
-            torch.cuda.synchronize()
-            box.check()
-    torch.cuda.synchronize()
-    return int(bad)
+
+    def case(which: int, i: int) -> Case:
+        kind, shape = KINDS[(i + which) % len(KINDS)], (rows[i], hidden)
+        return Case(box.tensor, rank, kind, seed + 100 * which + i, shape, torch.bfloat16, i % 3 == 2)
+
+    sets = [[case(which, i) for i in range(len(rows))] for which in range(2)]
+    return values_that_differ(box, sets, 2000, seed)

@@ -111,3 +111,10 @@ class Case:
     def check(self) -> None:
         differing = int(self.differences())
         assert differing == 0, f"{differing} values differ: {self.label}"
+
+    def run(self) -> None:
+        self.split.run()
+        self.check()
+
+    def launch(self) -> None:
+        self.split.launch()

@@ -56,20 +56,38 @@ def engines(root: Path) -> Callable[..., Path]:
 def test_replayed_steps_equal_enqueued_ones(
     engines: Callable[..., Path], numerics: str, slots: int, count: int
 ) -> None:
-    """GR-1: bit-equal, caches included, after rejections of every length, with more prompts than slots; three requests
-    run in a step of four, padded, while enqueued steps are never padded."""
+    """GR-1: bit-equal, caches included, after rejections of every length, with more prompts than slots."""
     made = engines(**NUMERICS[numerics], max_batch_size=slots, max_seq_len=200)
     prompts = greedy_reference.prompts()[:count]
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     captures = [size for size in (1, 2, 4, 8) if size <= slots]
     captured, stats, rings = decode(made, prompts, params, request_counts=captures)
-    eager, _, wanted = decode(made, prompts, params, request_counts=())
+    eager, _, wanted = decode(made, prompts, params, request_counts=captures, replayed=False)
     assert captured == eager
     assert stats.device_steps > 0
     assert same_bits(rings, wanted)
     # Steps that kept at least 0, 1, 2, ... drafts: that each is fewer says that each number was kept at least once.
     kept = [stats.proposed_per_position[0], *stats.accepted_per_position]
     assert all(more > fewer for more, fewer in pairwise(kept)) and kept[-1] > 0, kept
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("slots", "count"), [(4, 3), (8, 17)])
+def test_padding_changes_nothing(engines: Callable[..., Path], numerics: str, slots: int, count: int) -> None:
+    """GR-1: three requests run in a step of four and seven in one of eight; uncaptured steps are never padded. A row of
+    padding that were not inert would leave its values in a cache or turn tokens."""
+    made = engines(**NUMERICS[numerics], max_batch_size=slots, max_seq_len=200)
+    prompts = greedy_reference.prompts()[:count]
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    captures = [size for size in (1, 2, 4, 8) if size <= slots]
+    padded, _, rings = decode(made, prompts, params, request_counts=captures)
+    exact, _, wanted = decode(made, prompts, params, request_counts=())
+    assert padded == exact
+    pairs = [(a.float(), b.float()) for a, b in zip(rings, wanted, strict=True)]
+    largest = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    print(f"{numerics}: caches differ by {largest:.2g} of their largest value")
+    # Measured: 4.9e-7 in float32, where cuBLAS sums in another order for 48 rows than for 42, and 0 in the others.
+    assert largest <= (5e-6 if numerics == "float32" else 0)
 
 
 @pytest.mark.parametrize(("slots", "count"), [(1, 3), (4, 7)])
@@ -79,7 +97,7 @@ def test_a_target_alone_replays_what_it_enqueues(engines: Callable[..., Path], s
     prompts = greedy_reference.prompts()[:count]
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     captured, stats, rings = decode(made, prompts, params, speculative=False, request_counts=(1, slots))
-    eager, _, wanted = decode(made, prompts, params, speculative=False, request_counts=())
+    eager, _, wanted = decode(made, prompts, params, speculative=False, request_counts=(1, slots), replayed=False)
     assert captured == eager and stats.device_steps > 0 and stats.draft_calls == 0
     assert same_bits(rings, wanted)
 
@@ -91,7 +109,7 @@ def test_sampled_steps_replay(engines: Callable[..., Path], method: Any) -> None
     params = [SamplingParams(max_tokens=60, temperature=i % 3 / 2, seed=i, ignore_eos=True) for i in range(7)]
     options = {"verifier": Verifier(method)} if method else {}
     captured, stats, _ = decode(made, prompts, params, **options)
-    assert captured == decode(made, prompts, params, request_counts=(), **options)[0]
+    assert captured == decode(made, prompts, params, replayed=False, **options)[0]
     assert stats.device_steps > 0
 
 
@@ -205,7 +223,8 @@ def test_a_call_that_fails_beside_the_side_stream_reports_itself(pool: GraphPool
     wanted = [t.clone() for t in results]
     with pytest.raises(GraphError, match="the target can't be captured in a CUDA graph: one input is unset"):
         pool.capture(lambda: call(raises), "the target")
-    # What CUDA refuses invalidates the capture, and joining and ending it then fail as well.
+    # What CUDA refuses invalidates the capture: joining and ending it then fail as well, and torch leaves its memory
+    # pool in a state in which nothing more can be captured into it.
     with pytest.raises(GraphError, match=r"the target can't be captured .*not permitted when stream"):
         pool.capture(lambda: call(lambda: inputs[0].sum().item()), "the target")
     replay = pool.capture(call, "the target")

@@ -83,7 +83,7 @@ def _lose_a_peer(communicator: StoreCommunicator, seed: int) -> Report:
     cases = [Case(box.tensor, rank, "normal", seed + i, (5, HIDDEN), dtype, residual=False) for i in range(6)]
     for case in cases[:5]:
         case.run()
-    return lose_a_peer(communicator, box, [case.fused.launch for case in cases])
+    return lose_a_peer(communicator, box, [case.launch for case in cases])
 
 
 @pytest.mark.timeout(120)

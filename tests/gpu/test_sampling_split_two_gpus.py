@@ -18,6 +18,7 @@ from dspark_trt.runtime_py.stock import DistributedGroup
 from torch import Tensor
 
 from tests import greedy_reference
+from tests.gpu.random_replays import values_that_differ
 from tests.gpu.sampling_cases import MODES, Case, attributes, awkward, example
 from tests.gpu.two_ranks import RANKS, Report, StoreCommunicator, check_survivor, lose_a_peer, run_ranks
 from tests.mpi_jobs import run_job
@@ -54,12 +55,10 @@ def _every_mode(communicator: StoreCommunicator, seed: int) -> Report:
             case = Case(box.tensor, rank, inputs, float64=mode == "float64", padded=number % 2 == 0)
             if number % 5 == rank:
                 time.sleep(0.1)
-            case.split.run()
-            case.check()
+            case.run()
     for activation in (torch.float16, torch.float32):
         case = Case(box.tensor, rank, example(seed, activation, 11, VOCAB, 64))
-        case.split.run()
-        case.check()
+        case.run()
     _ten_thousand(communicator, box, seed)
     box.check()
     box.close()
@@ -67,32 +66,17 @@ def _every_mode(communicator: StoreCommunicator, seed: int) -> Report:
 
 
 def _ten_thousand(communicator: StoreCommunicator, box: Mailbox, seed: int) -> None:
-    """Two graphs of ten calls, replayed in random order; the request counts jump from call to call."""
-    order = torch.Generator().manual_seed(seed)
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    graphs, kept = [], []
-    for which, counts in enumerate(([1, 64, 2, 9, 1, 8, 3, 40, 1, 5], [8, 1, 1, 64, 4, 2, 16, 1, 7, 64])):
-        cases = []
-        for i, requests in enumerate(counts):
-            mode, vocab = MODES[(i + which) % 3], (1000, 20000)[i % 2]
-            inputs = awkward(drawn(seed + 10 * which + i, requests, vocab, 256, mode), RANKS)
-            cases.append(Case(box.tensor, communicator.rank, inputs, float64=mode == "float64"))
-            cases[-1].split.run()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for case in cases:
-                case.split.launch()
-                bad.add_(case.differences())
-        graphs.append(graph)
-        kept.append(cases)
-    for replay in range(1000):
-        graphs[int(torch.randint(2, (), generator=order))].replay()
-        if replay % 100 == 99:
-            torch.cuda.synchronize()
-            box.check()
-    torch.cuda.synchronize()
-    assert int(bad) == 0, f"{int(bad)} values differ in 10,000 calls, seed {seed}"
+    """Two graphs of ten calls; the request counts jump from call to call."""
+    counts = ([1, 64, 2, 9, 1, 8, 3, 40, 1, 5], [8, 1, 1, 64, 4, 2, 16, 1, 7, 64])
+
+    def case(which: int, i: int) -> Case:
+        mode, vocab = MODES[(i + which) % 3], (1000, 20000)[i % 2]
+        inputs = awkward(drawn(seed + 10 * which + i, counts[which][i], vocab, 256, mode), RANKS)
+        return Case(box.tensor, communicator.rank, inputs, float64=mode == "float64")
+
+    sets = [[case(which, i) for i in range(10)] for which in range(2)]
+    wrong = values_that_differ(box, sets, 1000, seed)
+    assert wrong == 0, f"{wrong} values differ in 10,000 calls, seed {seed}"
 
 
 @pytest.mark.timeout(180)
@@ -151,9 +135,8 @@ def _lose_a_peer(communicator: StoreCommunicator, seed: int) -> Report:
     box = make_mailbox(communicator, timeout_s=1.5)
     cases = [Case(box.tensor, rank, drawn(seed + i, 4, VOCAB, 256, "greedy")) for i in range(3)]
     for case in cases:
-        case.split.run()
-        case.check()
-    return lose_a_peer(communicator, box, [case.split.launch for case in cases])
+        case.run()
+    return lose_a_peer(communicator, box, [case.launch for case in cases])
 
 
 @pytest.mark.timeout(120)
