@@ -1,7 +1,8 @@
 """The commands dspark-convert, dspark-build and dspark-inspect.
 
 Flags come from the dataclasses below. An error that a user can act on is printed as one message, with
-exit status 2; its traceback is shown at log level debug.
+exit status 2; its traceback is shown at log level debug. A command that is interrupted by Ctrl-C or SIGTERM
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
 from .directories import NAMES, check_new, kind_of
 from .engine import BuildConfig, Lowering
 from .engine_dir import EngineDir, EngineDirError, build_engine_dir, check_build, network_kinds
+from .interrupts import exit_status, raised_interrupts
 
 USER_ERRORS = (
     *(ConfigError, CheckpointError, EngineDirError, OpError, OSError, KernelUnavailableError),
@@ -135,14 +137,21 @@ def _run(
     logging.basicConfig(level=others, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("dspark_trt").setLevel(options.log_level.upper())
     try:
-        work(options, Console())
+        with raised_interrupts():
+            work(options, Console())
     except USER_ERRORS as error:
         if options.log_level == "debug":
             raise
-        errors.print("error:", style="bold red", end=" ")
-        errors.print(str(error), markup=False, highlight=False)
-        return 2
+        return _fail(errors, str(error), 2)
+    except KeyboardInterrupt as interrupt:
+        return _fail(errors, f"interrupted ({str(interrupt) or 'Ctrl-C'}); nothing was written", exit_status(interrupt))
     return 0
+
+
+def _fail(errors: Console, message: str, status: int) -> int:
+    errors.print("error:", style="bold red", end=" ")
+    errors.print(message, markup=False, highlight=False)
+    return status
 
 
 def _convert(options: Convert, console: Console) -> None:

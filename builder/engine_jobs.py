@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,11 @@ def build_file(job: Job, api: TensorRT, on_phase: Callable[[str], None]) -> Buil
 def build_in_workers(
     jobs: Sequence[Job], api: TensorRT, on_phase: Callable[[str], None], workers: int
 ) -> dict[tuple[Kind, int], Built]:
-    """What was built, in the order of ``jobs``; the first error ends what has not begun."""
+    """What was built, in the order of ``jobs``; the first error, or an interrupt, ends the other builds."""
     built: dict[tuple[Kind, int], Built] = {}
+    strangers = set(active_children())
     # New interpreters: a process that has CUDA or TensorRT open can't be forked.
-    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _leave_interrupts_to_the_parent) as pool:
         futures: dict[Future[Built], Job] = {}
 
         def submit(chosen: Iterable[Job]) -> None:
@@ -82,9 +84,17 @@ def build_in_workers(
                     if job.rank == 0:
                         submit(other for other in later if other.kind == job.kind)
         except BaseException:
+            # A build can take hours, and TensorRT can't be asked to stop.
+            for worker in set(active_children()) - strangers:
+                worker.terminate()
             pool.shutdown(cancel_futures=True)
             raise
     return {job.name: built[job.name] for job in jobs}
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    """Ctrl-C reaches all processes of a terminal; the parent ends its workers itself, without a traceback of each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _work(job: Job, product: str) -> Built:

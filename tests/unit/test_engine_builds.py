@@ -115,7 +115,7 @@ def test_ranks_start_from_what_rank_0_timed(
     api.module.Builder = lambda log: SimpleNamespace(create_builder_config=lambda: config)
     monkeypatch.setattr(tensorrt_api, "gpu_compute_capabilities", lambda: ["9.0"])
     monkeypatch.setattr(tensorrt_api, "load", lambda product: api)
-    monkeypatch.setattr(engine_jobs, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+    monkeypatch.setattr(engine_jobs, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
 
     def build_engine(path: Path, *, options: EngineOptions, **rest: Any) -> bytes:
         name, start = path.stem, options.input_timing_cache
