@@ -47,7 +47,7 @@ step "5/5  speculative decoding on $ranks ranks, and once more without drafts"
 head -n 4 examples/prompts.txt > "$out/prompts.txt"
 read -ra flags <<< "$(mpirun_flags $ranks | tr '\n' ' ')"
 mpirun "${flags[@]}" -n $ranks python examples/run.py --engine-dir "$out/engines" \
-    --prompts-file "$out/prompts.txt" --max-output-len 64 --compare-target-only \
+    --prompts-file "$out/prompts.txt" --max-output-len 64 --compare-target-only --device cpu \
     --stats-json "$out/stats.json" --plot "$out/acceptance.png"
 
 step "done in $((SECONDS - started)) s. What you have now"

@@ -187,6 +187,10 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
 
     status, report = 0, statistics(completions, stats, directory, communicator, options, executor)
     report |= {"device": device_name(place), "costs": costs and dataclasses.asdict(costs)}
+    if options.run_profiling:
+        report["profiling"] = profile(main_decoder, ids, params, console)
+    # Closing is a collective, so a rank that fails leaves it to the end of the job.
+    main_decoder.close()
     if options.compare_target_only:
         plain_decoder = decoder(False)
         plain, plain_stats = plain_decoder.generate(ids, params)
@@ -196,10 +200,6 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         report["target_only"] = dataclasses.asdict(plain_stats)
         status = 0 if difference is None else 1
         console.print(difference or "token ids are identical to target-only decoding")
-    if options.run_profiling:
-        report["profiling"] = profile(main_decoder, ids, params, console)
-    # Closing is a collective, so a rank that fails leaves it to the end of the job.
-    main_decoder.close()
     if communicator.rank == 0:
         if options.stats_json:
             options.stats_json.parent.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
 
     Raises:
         GraphError: the CUDA runtime refuses the graph.
-        OSError: the CUDA runtime of torch's version is not found.
+        CudaRuntimeError: there is no CUDA runtime of torch's version.
     """
     count = ctypes.c_size_t()
     status = cuda_runtime().cudaGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))

@@ -108,7 +108,9 @@ class Decoder:
             device=self._execution.device,
             check_lockstep=check_lockstep,
             progress=self._execution.progress,
+            check_fault=self._check_fault,
         )
+        self._closed = False
         self._drafted = self._host.drafts
         # Requests whose anchor and drafts the device has.
         self._on_device: set[Request] = set()
@@ -141,14 +143,23 @@ class Decoder:
         return open_decoder(Path(engine_dir), **options)
 
     def capture(self) -> None:
-        """Capture the steps of all request counts now, not when a batch first needs one; every rank calls it."""
+        """Capture the steps of all request counts now, not when a batch first needs one; every rank calls it.
+
+        Steps with sampled requests are captured where drafts are sampled, otherwise when a batch first has one.
+        """
+        self._check_open()
         if self.interleaver and self._execution.stream:
             with torch.inference_mode(), torch.cuda.stream(self._execution.stream):
-                for sampled in (False, True)[: 1 + self._build.sampling]:
-                    self.interleaver.capture(sampled=sampled)
+                self.interleaver.capture(sampled=False)
+                if self._build.sampling:
+                    self.interleaver.capture(sampled=True)
+            self._check_fault()
 
     def close(self) -> None:
-        """Give back what the decoder holds outside of torch; every rank calls it."""
+        """Give back what the decoder holds outside of torch; every rank calls it. A closed decoder decodes no more."""
+        if self._closed:
+            return
+        self._closed = True
         # Graphs first: NCCL waits for those that hold its work.
         self.interleaver = None
         with self._execution.progress.operation("giving back of what the ranks share"):
@@ -171,15 +182,16 @@ class Decoder:
         """Complete ``prompts`` (token ids); up to ``max_batch_size`` are in flight at once.
 
         Raises:
-            RequestError: naming every prompt that is empty, has ids outside the vocabulary, does not fit
-                ``max_seq_len`` together with its ``max_tokens``, asks for more drafts than a block has, or has stop
-                strings without a tokenizer; or, on every rank, that the ranks were given different prompts or
+            RequestError: the decoder is closed; or naming every prompt that is empty, has ids outside the vocabulary,
+                does not fit ``max_seq_len`` together with its ``max_tokens``, asks for more drafts than a block has, or
+                has stop strings without a tokenizer; or, on every rank, that the ranks were given different prompts or
                 parameters. Nothing runs then.
             LockstepError: the same on every rank: they came to different tokens.
             MailboxError: a rank stayed silent while another waited for it on its GPU.
             CostError: the costs that the scheduler weighs end below the size of a step.
             GraphError, EngineRunError: a step can't be captured, or TensorRT refused a call.
         """
+        self._check_open()
         with torch.inference_mode(), torch.cuda.stream(self._execution.stream):
             return self._generate(prompts, params, on_tokens or (lambda index, tokens: None))
 
@@ -276,8 +288,10 @@ class Decoder:
         """Seconds of idle draft and target steps up to the largest batch; rank 0's, the same on every rank.
 
         Raises:
-            RequestError: the decoder has no draft, so there is nothing to schedule.
+            RequestError: the decoder has no draft, so there is nothing to schedule, or it is closed.
+            MailboxError: a rank stayed silent while another waited for it on its GPU.
         """
+        self._check_open()
         if self._host.draft is None:
             raise RequestError(
                 "costs were asked of a decoder without a draft, which schedules nothing; open it with speculative=True"
@@ -289,8 +303,18 @@ class Decoder:
         stream = torch.cuda.stream(self._execution.stream)
         with torch.inference_mode(), stream, self._execution.progress.operation("measurement of the costs"):
             table = CostTable.measure(draft, target, batch, batch * width, replays)
+            self._check_fault()
         shared: CostTable = self._communicator.broadcast(table)
         return shared
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the decoder is closed, its ranks share nothing any more; open another one")
+
+    def _check_fault(self) -> None:
+        """Wait for the device, and raise if a kernel on it gave up waiting for another rank: its results are void."""
+        if self._execution.fault is not None and int(self._execution.fault):
+            self._execution.on_fault()
 
     def _seeds(self, params: Sequence[SamplingParams]) -> list[int]:
         """Each request's seed; those that have none get one of rank 0's, the same on every rank."""

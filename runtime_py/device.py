@@ -61,9 +61,6 @@ def open_platform(
         StockError: NCCL is needed and can't be set up.
     """
     torch.cuda.set_device(device)
-    # Products of 16-bit operands are summed in float32 throughout; torch would let parts of a sum meet in 16 bits.
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     load_library()
     side = SideStream(device)
     inner: Executor = side.execute if side_stream else execute
@@ -71,7 +68,7 @@ def open_platform(
 
         @contextmanager
         def alone() -> Iterator[None]:
-            with side.joined(), executor_scope(inner):
+            with sums_in_float32(), side.joined(), executor_scope(inner):
                 yield
 
         return Platform(device, alone)
@@ -91,10 +88,23 @@ def open_platform(
 
     @contextmanager
     def together() -> Iterator[None]:
-        with side.joined(), boundary_scope(facts, reduce, inner):
+        with sums_in_float32(), side.joined(), boundary_scope(facts, reduce, inner):
             yield
 
     return Platform(device, together, mailbox, group)
+
+
+@contextmanager
+def sums_in_float32() -> Iterator[None]:
+    """Inside, products of 16-bit operands are summed in float32 throughout; torch would let parts of a sum meet in 16
+    bits. Its switches are of the whole process, which has them back afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = before
 
 
 def open_engine_platform(

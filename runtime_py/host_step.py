@@ -47,6 +47,7 @@ class HostStep:
         max_rows: rows of one call of the target, all requests together.
         max_context_rows: the same of the draft.
         slots: cache slots.
+        check_fault: raises if what the device computed is void. Asked before any result is used.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class HostStep:
         device: torch.device,
         check_lockstep: bool,
         progress: Progress,
+        check_fault: Callable[[], None],
     ):
         self.target, self.draft, self._device, self._progress = target, draft, device, progress
+        self._check_fault = check_fault
         self.span: Span = nullcontext
         self._context_window, self._target_window, self._max_rows = context_window, target_window, max_rows
         self._max_context_rows = max_context_rows
@@ -142,7 +145,9 @@ class HostStep:
         while sum(_rows_of(r) for r in requests) > self._max_context_rows:
             self._insert_context(requests)
         outputs = self._call_draft(requests, [_rows_of(r) for r in requests])
-        lengths = scheduler.lengths(outputs["confidence"].cpu(), [self.limit(r) for r in requests])
+        confidence = outputs["confidence"].cpu()
+        self._check_fault()
+        lengths = scheduler.lengths(confidence, [self.limit(r) for r in requests])
         chosen = [d[:n] for d, n in zip(outputs["draft_tokens"].tolist(), lengths, strict=True)]
         for i, (request, drafts) in enumerate(zip(requests, self._communicator.broadcast(chosen), strict=True)):
             request.drafts, request.context = drafts, None
@@ -204,6 +209,7 @@ class HostStep:
             self.target.run(inputs, outputs)
             # On the host, whatever the device: processors read the requests' tokens there.
             logits = outputs["logits"].cpu()
+            self._check_fault()
         return logits, outputs["target_features"]
 
     def _verify(self, requests: Sequence[Request], logits: Tensor, draft_logits: Tensor | None) -> Verdict:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..plugins import mhc_all_reduce as layout
 from ..plugins.markov_sampling_sharded import exchange_bytes
 from .communicator import Communicator
-from .cuda_runtime import cuda_runtime
+from .cuda_runtime import CudaRuntimeError, cuda_runtime
 
 RANKS = (2, 4, 8)
 NAMED_RANKS = f"{', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]} ranks"
@@ -104,12 +104,14 @@ class Mailbox:
                 f"a mailbox for {size} ranks, {hidden_size} channels of {dtype} was asked for; the kernels take "
                 f"{NAMED_RANKS} and {list(_SENTINELS)}; {_REMEDY}"
             )
-        memory = memory or CudaMemory(device)
         facts = {**header, "host": socket.gethostname()}
 
-        own, problem = _attempt(partial(memory.allocate, region_bytes(size, hidden_size, dtype)))
-        handle = None
-        if own is not None:
+        own, handle, problem = None, None, None
+        if memory is None:
+            memory, problem = _attempt(partial(CudaMemory, device))
+        if memory is not None:
+            own, problem = _attempt(partial(memory.allocate, region_bytes(size, hidden_size, dtype)))
+        if memory is not None and own is not None:
             handle, problem = _attempt(partial(_fill, memory, own, {**header, "rank": rank}, dtype))
         # Every region is filled before any rank knows its handle.
         everyone = communicator.all_gather_object((facts, handle, problem))
@@ -120,6 +122,7 @@ class Mailbox:
         ]
         peers: list[int] = []
         if not problems:
+            assert memory is not None and own is not None
             for step in range(1, size):
                 address, problem = _attempt(partial(memory.map, everyone[(rank + step) % size][1]))
                 if address is None:
@@ -128,16 +131,18 @@ class Mailbox:
             mapped = communicator.all_gather_object(problem)
             problems = [f"rank {r}: {p}" for r, p in enumerate(mapped) if p]
         if problems:
-            for address in peers:
-                memory.unmap(address)
+            # Whatever fails here too, the others wait for this rank.
+            given_back = [_attempt(partial(memory.unmap, address))[1] for address in peers if memory]
             communicator.barrier()
-            if own is not None:
-                memory.free(own)
+            if memory and own is not None:
+                given_back.append(_attempt(partial(memory.free, own))[1])
+            everything = communicator.all_gather_object(given_back)
+            problems += [f"rank {r}: {why}" for r, whys in enumerate(everything) for why in whys if why]
             raise MailboxError(
                 f"no mailbox between the GPUs of {size} ranks: {'; '.join(dict.fromkeys(problems))}. It needs one node "
                 f"and peer access between its GPUs; {_REMEDY}"
             )
-        assert own is not None
+        assert memory is not None and own is not None
         return cls(communicator, memory, own, peers, device)
 
     def check(self) -> None:
@@ -234,7 +239,10 @@ class CudaMemory:
             raise MailboxError(f"peer memory was asked for on {device}, with torch {torch.__version__}; it needs a GPU")
         torch.cuda.init()
         self._device = device
-        self._runtime = cuda_runtime()
+        try:
+            self._runtime = cuda_runtime()
+        except CudaRuntimeError as error:
+            raise MailboxError(str(error)) from None
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
 
     def allocate(self, size: int) -> int:

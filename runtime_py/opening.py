@@ -11,11 +11,13 @@ import torch
 from tokenizers import Tokenizer
 
 from ..builder.checkpoint import rank_file_name
+from ..builder.config import TargetConfig
 from ..builder.engine import Kind
 from ..builder.engine_dir import WEIGHTS, EngineDir, engine_file_name
 from ..builder.model.draft import DraftModel
 from ..builder.network import load_network
 from ..plugins.markov_sampling import Sampler
+from ..plugins.tensorrt_api import TensorRT
 from .backend import Backend, choose_executor
 from .boundary import FUSED_MHC_MAX_ROWS
 from .communicator import Communicator, check_alike, connect
@@ -83,14 +85,7 @@ def open_decoder(
     directory = EngineDir.open(engine_dir)
     communicator = communicator or connect(directory.tp_size)
     mapping = Mapping.from_dict({"world_size": communicator.size, "rank": communicator.rank, **directory.mapping})
-    if directory.target is None:
-        raise RequestError(f"{engine_dir}: holds a draft without its target; decoding needs both")
-    if sampler and speculative and not directory.build.sampling:
-        raise RequestError(
-            f"{engine_dir}: built without --sampling, its drafts are greedy and ask no sampler; build it again with "
-            "--sampling, or leave the sampler out"
-        )
-    _check_counts(request_counts or (), directory.build.max_batch_size)
+    target_config = _check_request(directory, sampler if speculative else None, request_counts or ())
     verifier = verifier or Verifier()
     if sampler:
         verifier = dataclasses.replace(verifier, sampler=sampler)
@@ -110,42 +105,26 @@ def open_decoder(
         api = choose_executor(directory, communicator, place, backend).api
     if sampler and api:
         raise RequestError(f"{engine_dir}: engines choose drafts themselves and ask no sampler; pass --backend torch")
-    platform, stream = Platform(place), None
-    if place.type == "cuda":
-        with told.operation("connection of the ranks' GPUs"):
-            timeout = {"peer_timeout_s": peer_timeout_s}
-            if api:
-                platform = open_engine_platform(directory, communicator, place, **timeout)
-            else:
-                platform = open_platform(directory, communicator, place, side_stream=side_stream, **timeout)
-            stream = torch.cuda.Stream(place)
+    with told.operation("connection of the ranks' GPUs"):
+        platform = _open_platform(directory, communicator, place, api, side_stream, peer_timeout_s)
     rows = directory.draft.block_size + 1
     if communicator.size > 1 and communicator.rank == 0 and (problem := low_batch_problem(request_counts or (), rows)):
         logger.warning("%s", problem)
-    peers = platform.mailbox
 
     def session(kind: Kind) -> Session:
-        mailbox, rank = peers.tensor if peers else None, mapping.tp_rank
         if api:
-            with told.operation(
-                f"loading of the {kind}'s engine",
-                extra_s=loading_seconds(directory.path / engine_file_name(kind, rank)),
-            ):
-                return open_session(directory, kind, rank, api, world_size=communicator.size, mailbox=mailbox)
-        shards = directory.path / WEIGHTS
-        with told.operation(f"loading of the {kind}'s weights", extra_s=loading_seconds(shards / rank_file_name(rank))):
-            # One file has both networks; the target, which is loaded first, has it checked.
-            options = {"online_acceptance": online_acceptance, "check_bytes": kind == "target"}
-            network = load_network(kind, shards, rank, directory.build, **options).to(place)
-        if sampler and isinstance(network.model, DraftModel):
-            network.model.sampler = sampler
-        return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope, group=platform.group)
+            return _open_engine(directory, kind, mapping, api, platform, told)
+        loaded = _load_session(directory, kind, mapping, communicator, platform, told, online_acceptance)
+        if sampler and isinstance(loaded.network.model, DraftModel):
+            loaded.network.model.sampler = sampler
+        return loaded
 
     target, draft = session("target"), session("draft") if speculative else None
+    mailbox = platform.mailbox
     decoder = Decoder(
         target,
         draft,
-        target_config=directory.target,
+        target_config=target_config,
         draft_config=directory.draft,
         build=directory.build,
         communicator=communicator,
@@ -154,12 +133,12 @@ def open_decoder(
         check_lockstep=check_lockstep,
         execution=Execution(
             place,
-            stream,
+            torch.cuda.Stream(place) if place.type == "cuda" else None,
             request_counts=request_counts,
-            fault=peers.fault() if peers else None,
-            on_fault=peers.check if peers else (lambda: None),
+            fault=mailbox.fault() if mailbox else None,
+            on_fault=mailbox.check if mailbox else (lambda: None),
             # Engines have no other way for boundaries than the mailbox.
-            max_rows=FUSED_MHC_MAX_ROWS if peers and api else None,
+            max_rows=FUSED_MHC_MAX_ROWS if mailbox and api else None,
             progress=told,
             close=platform.close,
         ),
@@ -169,6 +148,68 @@ def open_decoder(
         if isinstance(opened, TensorRTSession):
             opened.save_runtime_cache()
     return decoder
+
+
+def _check_request(directory: EngineDir, drafts_sampler: Sampler | None, counts: Sequence[int]) -> TargetConfig:
+    """The target's configuration, after a look at what was asked for."""
+    if directory.target is None:
+        raise RequestError(f"{directory.path}: holds a draft without its target; decoding needs both")
+    if drafts_sampler and not directory.build.sampling:
+        raise RequestError(
+            f"{directory.path}: built without --sampling, its drafts are greedy and ask no sampler; build it again "
+            "with --sampling, or leave the sampler out"
+        )
+    if bad := [count for count in counts if not 1 <= count <= directory.build.max_batch_size]:
+        raise RequestError(
+            f"--request-counts has {', '.join(map(str, bad))}, expected counts from 1 to "
+            f"{directory.build.max_batch_size}, these engines' --max-batch-size; leave the option out for powers of two"
+        )
+    return directory.target
+
+
+def _open_platform(
+    directory: EngineDir,
+    communicator: Communicator,
+    place: torch.device,
+    api: TensorRT | None,
+    side_stream: bool,
+    peer_timeout_s: float,
+) -> Platform:
+    """What the sessions compute with: engines have their own way of running operations, and no other than the mailbox
+    between ranks."""
+    if place.type == "cpu":
+        return Platform(place)
+    if api:
+        return open_engine_platform(directory, communicator, place, peer_timeout_s=peer_timeout_s)
+    return open_platform(directory, communicator, place, side_stream=side_stream, peer_timeout_s=peer_timeout_s)
+
+
+def _open_engine(
+    directory: EngineDir, kind: Kind, mapping: Mapping, api: TensorRT, platform: Platform, told: Progress
+) -> TensorRTSession:
+    file = directory.path / engine_file_name(kind, mapping.tp_rank)
+    mailbox = platform.mailbox.tensor if platform.mailbox else None
+    with told.operation(f"loading of the {kind}'s engine", extra_s=loading_seconds(file)):
+        return open_session(directory, kind, mapping.tp_rank, api, world_size=mapping.world_size, mailbox=mailbox)
+
+
+def _load_session(
+    directory: EngineDir,
+    kind: Kind,
+    mapping: Mapping,
+    communicator: Communicator,
+    platform: Platform,
+    told: Progress,
+    online_acceptance: bool,
+) -> TorchSession:
+    shards = directory.path / WEIGHTS
+    file = shards / rank_file_name(mapping.tp_rank)
+    # One file has both networks; the target, which is loaded first, has it checked.
+    options = {"online_acceptance": online_acceptance, "check_bytes": kind == "target"}
+    with told.operation(f"loading of the {kind}'s weights", extra_s=loading_seconds(file)):
+        network = load_network(kind, shards, mapping.tp_rank, directory.build, **options).to(platform.device)
+    mailbox = platform.mailbox.tensor if platform.mailbox else None
+    return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope, group=platform.group)
 
 
 def loading_seconds(file: Path) -> float:
@@ -190,11 +231,3 @@ def detokenizer(directory: Path) -> Detokenize | None:
         return None
     tokenizer = read_tokenizer(file, "copy it again from the checkpoint")
     return lambda ids: str(tokenizer.decode(list(ids)))
-
-
-def _check_counts(counts: Sequence[int], largest: int) -> None:
-    if bad := [count for count in counts if not 1 <= count <= largest]:
-        raise RequestError(
-            f"--request-counts has {', '.join(map(str, bad))}, expected counts from 1 to {largest}, these engines' "
-            "--max-batch-size; leave the option out for powers of two"
-        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -105,8 +105,8 @@ class DistributedGroup:
             )
         if dist.is_initialized():
             raise StockError(
-                f"rank {rank}: torch.distributed has a default group already, expected none; destroy it before the "
-                "engines are opened"
+                f"rank {rank}: torch.distributed has a default group already, expected none; close the decoder that "
+                "made it, or destroy it, before the engines are opened"
             )
         timeout = timedelta(seconds=timeout_s)
         hosts = communicator.all_gather_object(socket.gethostname())
@@ -115,18 +115,17 @@ class DistributedGroup:
         if rank == 0:
             store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         port = communicator.broadcast(None if store is None else store.port)
-        if backend == "nccl":
-            # Multicast in the switches may be there and not work, which ends NCCL; who sets the variable decides.
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         store = store or dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        with _without_multicast() if backend == "nccl" else nullcontext():
+            # With a device, NCCL starts here and now, and reads its variables.
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
         self._size = size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -148,6 +147,21 @@ class DistributedGroup:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """NCCL without multicast in the switches, which may be there and not work and then ends NCCL. Whoever has set the
+    variable decides."""
+    name = "NCCL_NVLS_ENABLE"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def open_group(communicator: Communicator, device: torch.device) -> Group:

@@ -72,7 +72,7 @@ class Watchdog(Progress):
         self._running: list[tuple[str, float, float]] = []
         self._last = "nothing"
         self.failed_in: str | None = None
-        """The innermost operation that an error ended, with what it enqueued last."""
+        """The innermost operation that the last error ended, with what it enqueued last."""
         self._ended = False
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
 
@@ -88,6 +88,8 @@ class Watchdog(Progress):
 
     @contextmanager
     def operation(self, name: str, *, extra_s: float = 0.0) -> Iterator[None]:
+        if sys.exc_info()[0] is None:  # an earlier error was dealt with; cleaning up behind one is not its place
+            self.failed_in = None
         with self._changed:
             self._running.append((name, time.monotonic(), self._timeout_s + extra_s))
             self._last = name

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from dspark_trt.runtime_py import verification
 from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, FinishReason
 from dspark_trt.runtime_py.verification import Verdict
@@ -142,6 +143,7 @@ STOPPING = """
 import json, sys
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.communicator import connect, fail_together
+from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import SamplingParams
@@ -297,6 +299,32 @@ def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], 
     assert lines and all(re.match(rf"rank [01]: \w+: {message}", line) for line in lines), job.err
     assert len(lines) == len(set(lines)), "once a rank"
     assert "Traceback" not in job.err and "summary" not in job.out
+
+
+def test_decoders_follow_each_other(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has one group of ranks for NCCL, which the decoder that is open holds; profiling is of the first."""
+    events: list[str] = []
+    from_dir, generate, close = Decoder.from_dir, Decoder.generate, Decoder.close
+
+    def noted_from_dir(*arguments: Any, speculative: bool, **options: Any) -> Decoder:
+        decoder = from_dir(*arguments, speculative=speculative, **options)
+        events.append(f"open {speculative}")
+        return decoder
+
+    def noted_generate(self: Decoder, *arguments: Any) -> Any:
+        events.append("generate")
+        return generate(self, *arguments)
+
+    def noted_close(self: Decoder) -> None:
+        events.append("close")
+        close(self)
+
+    monkeypatch.setattr(Decoder, "from_dir", noted_from_dir)
+    monkeypatch.setattr(Decoder, "generate", noted_generate)
+    monkeypatch.setattr(Decoder, "close", noted_close)
+    options = ["--prompt", PROMPTS[0], "--max-output-len", "4", "--run-profiling", "--compare-target-only"]
+    assert load_example("run").main(["--engine-dir", str(engines(1)), *options]) == 0
+    assert events == ["open True", *["generate"] * 4, "close", "open False", "generate", "close"]
 
 
 def test_a_plot_of_no_drafts(engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,7 +257,7 @@ def test_missing_backend_is_named() -> None:
 
 def test_group_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock.dist, "is_initialized", lambda: True)
-    with pytest.raises(StockError, match="has a default group already, expected none; destroy it"):
+    with pytest.raises(StockError, match="has a default group already, expected none; close the decoder"):
         stock.DistributedGroup(SingleProcess(), torch.device("cpu"), backend="gloo")
 
 
@@ -276,6 +276,7 @@ def test_nccl_leaves_multicast_alone_unless_told(
     monkeypatch.setattr(stock.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(name)))
     stock.DistributedGroup(SingleProcess(), torch.device("cpu"), backend=backend, timeout_s=20)
     assert seen == [found]
+    assert os.environ.get(name) == set_before, "the process has its variable back"
 
 
 def test_one_rank_sums_with_itself() -> None:

@@ -214,15 +214,81 @@ def test_the_fault_travels_with_the_tokens() -> None:
     assert step.fault() == 2
 
 
-def test_a_fault_ends_the_step() -> None:
-    """TP-11: what a kernel noted reaches the caller before the tokens do."""
+@pytest.mark.parametrize("calls", range(4))
+@pytest.mark.parametrize(
+    ("steps", "params"),
+    [
+        ("device", SamplingParams(max_tokens=40)),
+        ("host", SamplingParams(max_tokens=40)),
+        ("device", SamplingParams(max_tokens=40, repetition_penalty=1.2)),
+    ],
+    ids=["device", "host", "steps of the host between a device's"],
+)
+def test_a_fault_ends_the_run(steps: Any, params: SamplingParams, calls: int) -> None:
+    """TP-11: what a kernel noted, in the prefill, a draft or a later call of the target, reaches the caller before any
+    token that it made void does."""
+    fault = torch.zeros(1, dtype=torch.int32)
+    emitted: list[list[int]] = []
+    before: list[int] = []
+
+    class Target(TableTarget):
+        def run(self, *arguments: Any) -> None:
+            super().run(*arguments)
+            count("target")
+
+    class Draft(TableDraft):
+        def run(self, *arguments: Any) -> None:
+            super().run(*arguments)
+            count("draft")
+
+    ran: list[str] = []
+
+    def count(name: str) -> None:
+        ran.append(name)
+        if len(ran) == calls + 1:
+            fault.fill_(2)
+            before.append(len(emitted))
 
     def failing() -> None:
         raise RuntimeError("rank 1 sent nothing")
 
-    execution = Execution(steps="device", fault=torch.ones(1, dtype=torch.int32), on_fault=failing)
+    execution = Execution(steps=steps, fault=fault, on_fault=failing)
+    sessions = {"target": Target(TABLES), "draft": Draft(TABLES, sampling=True)}
+    decoder = table_decoder(TABLES, execution=execution, **sessions)
     with pytest.raises(RuntimeError, match="rank 1 sent nothing"):
-        table_decoder(TABLES, execution=execution).generate([[1]], SamplingParams(max_tokens=9))
+        decoder.generate([[1]], params, lambda _, tokens: emitted.append(tokens))
+    # A device's draft is behind its step's tokens, which the host reads meanwhile: they were good.
+    late = 1 if steps == "device" and params.repetition_penalty == 1 and ran[calls] == "draft" and calls > 1 else 0
+    assert before[0] <= len(emitted) <= before[0] + late
+
+
+def test_costs_of_a_step_that_a_rank_missed_are_not_returned() -> None:
+    fault = torch.zeros(1, dtype=torch.int32)
+
+    def failing() -> None:
+        raise RuntimeError("rank 1 sent nothing")
+
+    decoder = table_decoder(TABLES, execution=Execution(fault=fault, on_fault=failing), slots=2)
+    assert decoder.profile_costs(1).draft_seconds
+    fault.fill_(2)
+    with pytest.raises(RuntimeError, match="rank 1 sent nothing"):
+        decoder.profile_costs(1)
+
+
+def test_a_closed_decoder_is_refused() -> None:
+    """What its ranks shared is gone: steps would write to memory that has another owner. Closing twice is one."""
+    closed: list[int] = []
+    with table_decoder(TABLES, execution=Execution(steps="device", close=lambda: closed.append(1))) as decoder:
+        decoder.generate([[1]], SamplingParams(max_tokens=2))
+        decoder.close()
+    assert closed == [1]
+    for call in (
+        lambda: decoder.generate([[1]], SamplingParams(max_tokens=2)),
+        decoder.capture,
+        decoder.profile_costs,
+    ):
+        with pytest.raises(RequestError, match=r"the decoder is closed, .*; open another one"):
+            call()
 
 
 def test_what_needs_the_host_is_said() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -152,6 +153,50 @@ def test_a_rank_that_fails_makes_all_ranks_raise_the_same(step: str) -> None:
     unmapped = [name for name, _ in node.events if name.startswith("unmap")]
     assert len(mapped) == len(unmapped)
     assert not node.allocations
+
+
+def test_a_failure_while_giving_back_leaves_nobody_waiting() -> None:
+    """TP-11: rank 1 can't map, and rank 0 then can't unmap what it has mapped."""
+
+    def failing(communicator: Communicator, memory: Any) -> Any:
+        if communicator.rank == 0:
+
+            def unmap(address: int) -> None:
+                raise MailboxError("unmap failed with error 101")
+
+            memory.unmap = unmap
+        return make(communicator, memory)
+
+    _, results = on_ranks(2, failing, rank1="map")
+    assert all(isinstance(r, MailboxError) for r in results)
+    assert str(results[0]) == str(results[1])
+    assert "rank 1: map failed" in str(results[0]) and "rank 0: unmap failed" in str(results[0])
+
+
+def test_a_rank_without_a_cuda_runtime_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP-11: it is missed before anything is allocated, and no rank waits for the one that has none."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def library(name: str) -> Runtime:
+        if threading.current_thread().name == "rank 1":
+            raise OSError(f"{name}: cannot open shared object file")
+        return runtime
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+
+    def made(communicator: Communicator) -> Mailbox:
+        threading.current_thread().name = f"rank {communicator.rank}"
+        return Mailbox.create(communicator, HIDDEN, torch.bfloat16, torch.device("cuda", 0))
+
+    results = outcomes(2, made, timeout_s=20)
+    assert all(isinstance(r, MailboxError) for r in results), results
+    assert str(results[0]) == str(results[1])
+    assert "rank 1: libcudart.so.13 is not found (" in str(results[0])
+    assert "install torch together with its CUDA packages" in str(results[0])
+    assert not runtime.blocks
 
 
 def test_ranks_with_different_parameters_are_refused() -> None:

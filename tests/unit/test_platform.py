@@ -168,12 +168,25 @@ def test_one_rank_needs_neither(root: Path, gpus: dict[str, Any]) -> None:
 
 
 def test_products_on_a_gpu_are_summed_wide(root: Path, gpus: dict[str, Any]) -> None:
-    """SMP-12: torch lets parts of a long sum meet in float16, where 65504 is the end, unless it is told otherwise."""
+    """SMP-12: torch lets parts of a long sum meet in float16, where 65504 is the end, unless it is told otherwise.
+    Whoever shares the process has the settings back."""
     products = torch.backends.cuda.matmul
-    products.allow_fp16_reduced_precision_reduction = products.allow_bf16_reduced_precision_reduction = True
-    open_platform(engines(root, 1), SingleProcess(), GPU, side_stream=True, peer_timeout_s=1)
-    assert not products.allow_fp16_reduced_precision_reduction
-    assert not products.allow_bf16_reduced_precision_reduction
+
+    def settings() -> tuple[bool, bool]:
+        return products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction
+
+    before = settings()
+    for found in (
+        open_platform(engines(root, 1), SingleProcess(), GPU, side_stream=True, peer_timeout_s=1),
+        *platforms(engines(root, max_input_len=256)),
+    ):
+        try:
+            products.allow_fp16_reduced_precision_reduction = products.allow_bf16_reduced_precision_reduction = True
+            with found.scope():
+                assert settings() == (False, False)
+            assert settings() == (True, True)
+        finally:
+            products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.parametrize(("counts", "said"), [((43, 64), True), ((4, 64), False), (None, False)])

@@ -84,6 +84,23 @@ def test_an_operation_that_fails_is_over() -> None:
     assert watchdog.failed_in == "step 1; last enqueued: its target"
 
 
+def test_an_error_that_was_dealt_with_is_no_place_of_a_later_one() -> None:
+    with Job().watchdog(10) as watchdog:
+        with pytest.raises(ValueError, match="prompt"), watchdog.operation("comparison of prompts"):
+            raise ValueError("prompt 3 is empty")
+        with (
+            pytest.raises(ValueError, match="step"),
+            watchdog.operation("step 7"),
+            watchdog.operation("its draft"),
+        ):
+            try:
+                raise ValueError("this step")
+            finally:
+                with watchdog.operation("cleaning up"):  # behind an error that is under way
+                    pass
+    assert watchdog.failed_in == "its draft; last enqueued: cleaning up"
+
+
 def test_a_time_that_can_not_pass_is_refused() -> None:
     with pytest.raises(WatchdogError, match="timeout is 0 s, expected more than 0"):
         Job().watchdog(0)
