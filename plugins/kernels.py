@@ -90,7 +90,7 @@ def kernel_scope() -> Iterator[None]:
 
 
 def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mapping[str, Any]) -> Any:
-    """The outputs of one operation, enqueued on torch's current stream; an :data:`~.op.Executor`.
+    """The outputs of one operation, enqueued on torch's current stream; an :data:`~.op.OpExecutor`.
 
     Raises:
         OpError: a tensor is not contiguous.

@@ -203,14 +203,14 @@ class Op(ABC):
         )
 
 
-Executor = Callable[[Op, Any, Sequence[Tensor], dict[str, Any]], Any]
+OpExecutor = Callable[[Op, Any, Sequence[Tensor], dict[str, Any]], Any]
 """Takes an operation, its attributes, its checked inputs and their bindings; returns the outputs."""
 
-_executor: ContextVar[Executor | None] = ContextVar("dspark_executor", default=None)
+_executor: ContextVar[OpExecutor | None] = ContextVar("dspark_executor", default=None)
 
 
 @contextmanager
-def executor_scope(executor: Executor) -> Iterator[None]:
+def executor_scope(executor: OpExecutor) -> Iterator[None]:
     """Let ``executor`` compute every operation inside the ``with`` block instead of its reference."""
     token = _executor.set(executor)
     try:

@@ -26,16 +26,18 @@ class BoundaryError(RuntimeError):
     """The ranks of a job are set up for different boundaries."""
 
 
-class Path(str, Enum):
+class Route(str, Enum):
+    """A boundary is one kernel that exchanges through the mailbox, or NCCL and separate operations."""
+
     FUSED = "fused"
     STOCK = "stock"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The way of one call's boundaries, and why, in half a sentence."""
+class BoundaryPlan:
+    """The route of one call's boundaries, and why, in half a sentence."""
 
-    path: Path
+    route: Route
     reason: str
 
 
@@ -69,18 +71,18 @@ class Facts:
         return cls(len(hosts), len(set(hosts)), dtype, told[0] if told else "")
 
 
-def plan(rows: int, facts: Facts) -> Plan:
+def plan(rows: int, facts: Facts) -> BoundaryPlan:
     """The way of a call of ``rows`` rows; a pure function, so all ranks come to the same."""
     if facts.ranks == 1:
-        return Plan(Path.FUSED, "one rank has nothing to exchange")
+        return BoundaryPlan(Route.FUSED, "one rank has nothing to exchange")
     if facts.nodes > 1:
-        return Plan(Path.STOCK, f"{facts.nodes} nodes share no memory")
+        return BoundaryPlan(Route.STOCK, f"{facts.nodes} nodes share no memory")
     if facts.ranks not in RANKS:
-        return Plan(Path.STOCK, f"the mailbox is made for {NAMED_RANKS}, not {facts.ranks}")
+        return BoundaryPlan(Route.STOCK, f"the mailbox is made for {NAMED_RANKS}, not {facts.ranks}")
     if facts.dtype not in ACTIVATION_DTYPES:
-        return Plan(Path.STOCK, f"the mailbox does not carry {facts.dtype}")
+        return BoundaryPlan(Route.STOCK, f"the mailbox does not carry {facts.dtype}")
     if facts.mailbox_problem:
-        return Plan(Path.STOCK, f"there is no mailbox: {facts.mailbox_problem}")
+        return BoundaryPlan(Route.STOCK, f"there is no mailbox: {facts.mailbox_problem}")
     if rows > FUSED_MHC_MAX_ROWS:
-        return Plan(Path.STOCK, f"{rows} rows are more than the {FUSED_MHC_MAX_ROWS} of the mailbox")
-    return Plan(Path.FUSED, f"{rows} rows fit the mailbox of {facts.ranks} ranks")
+        return BoundaryPlan(Route.STOCK, f"{rows} rows are more than the {FUSED_MHC_MAX_ROWS} of the mailbox")
+    return BoundaryPlan(Route.FUSED, f"{rows} rows fit the mailbox of {facts.ranks} ranks")

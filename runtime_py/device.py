@@ -15,8 +15,8 @@ from torch import Tensor
 from ..builder.engine_dir import EngineDir
 from ..plugins.kernels import execute
 from ..plugins.library import load_library
-from ..plugins.op import Executor, executor_scope
-from .boundary import FUSED_MHC_MAX_ROWS, BoundaryError, Facts, Path, plan
+from ..plugins.op import OpExecutor, executor_scope
+from .boundary import FUSED_MHC_MAX_ROWS, BoundaryError, Facts, Route, plan
 from .communicator import Communicator, LaunchError
 from .mailbox import Mailbox, MailboxError
 from .session import OperationScope
@@ -63,7 +63,7 @@ def open_platform(
     torch.cuda.set_device(device)
     load_library()
     side = SideStream(device)
-    inner: Executor = side.execute if side_stream else execute
+    inner: OpExecutor = side.execute if side_stream else execute
     if communicator.size == 1:
 
         @contextmanager
@@ -80,9 +80,9 @@ def open_platform(
         problem = str(error)
     facts = Facts.gather(communicator, dtype, problem)
     chosen = plan(most_rows(directory), facts)
-    if chosen.path is Path.STOCK and communicator.rank == 0:
+    if chosen.route is Route.STOCK and communicator.rank == 0:
         logger.warning("boundaries use NCCL in the largest calls or in all: %s", chosen.reason)
-    needed = chosen.path is Path.STOCK or directory.build.request_split_from > 0
+    needed = chosen.route is Route.STOCK or directory.build.request_split_from > 0
     group = open_group(communicator, device) if needed else None
     reduce = group.all_reduce if group else _never
 

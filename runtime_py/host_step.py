@@ -47,7 +47,8 @@ class HostStep:
         max_rows: rows of one call of the target, all requests together.
         max_context_rows: the same of the draft.
         slots: cache slots.
-        check_fault: raises if what the device computed is void. Asked before any result is used.
+        check_fault: raises if what the device computed is void. Asked after every call of the target, and so before any
+            token is emitted.
     """
 
     def __init__(
@@ -145,9 +146,7 @@ class HostStep:
         while sum(_rows_of(r) for r in requests) > self._max_context_rows:
             self._insert_context(requests)
         outputs = self._call_draft(requests, [_rows_of(r) for r in requests])
-        confidence = outputs["confidence"].cpu()
-        self._check_fault()
-        lengths = scheduler.lengths(confidence, [self.limit(r) for r in requests])
+        lengths = scheduler.lengths(outputs["confidence"].cpu(), [self.limit(r) for r in requests])
         chosen = [d[:n] for d, n in zip(outputs["draft_tokens"].tolist(), lengths, strict=True)]
         for i, (request, drafts) in enumerate(zip(requests, self._communicator.broadcast(chosen), strict=True)):
             request.drafts, request.context = drafts, None

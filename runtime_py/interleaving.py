@@ -81,7 +81,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """How a batch is decoded: with a step of ``requests`` requests, replayed from graphs or enqueued anew."""
 
     requests: int
@@ -122,15 +122,15 @@ class Interleaver:
         self.clock = StepClock(StreamMark if stream else HostMark)
         self.span: Span = nullcontext
 
-    def plan(self, requests: int) -> Plan:
+    def plan(self, requests: int) -> StepPlan:
         """How a batch of so many requests is decoded; depends on nothing else."""
         fitting = [count for count in self._counts if count >= requests]
-        return Plan(fitting[0], self._pool is not None) if fitting else Plan(requests, False)
+        return StepPlan(fitting[0], self._pool is not None) if fitting else StepPlan(requests, False)
 
     def capture(self, *, sampled: bool) -> None:
         """Warm up and capture the steps of all counts, the largest first, for greedy or for sampled batches."""
         for count in reversed(self._counts):
-            self._prepare(Plan(count, self._pool is not None), sampled)
+            self._prepare(StepPlan(count, self._pool is not None), sampled)
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """Enqueue one step of ``requests``, whose state the device has; return what each emitted.
@@ -171,7 +171,7 @@ class Interleaver:
         """Other work follows on the stream."""
         self.clock.pause()
 
-    def _prepare(self, plan: Plan, sampled: bool) -> Parts:
+    def _prepare(self, plan: StepPlan, sampled: bool) -> Parts:
         key = (plan.requests, sampled)
         if key not in self._parts:
             self.clock.pause()

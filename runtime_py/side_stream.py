@@ -43,7 +43,7 @@ class SideStream:
             self._join()
 
     def execute(self, op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mapping[str, Any]) -> Any:
-        """Run an operation by kernel, the coefficients on the side; an :data:`~dspark_trt.plugins.op.Executor`."""
+        """Run an operation by kernel, the coefficients on the side; an :data:`~dspark_trt.plugins.op.OpExecutor`."""
         if any(t.data_ptr() in self._pending for t in tensors):
             self._join()
         if op is not MHC_COEFFICIENTS:

@@ -33,8 +33,8 @@ from ..plugins.mhc_all_reduce import (
     reduce_ranks,
 )
 from ..plugins.numerics import rms_norm
-from ..plugins.op import Executor, Op, executor_scope
-from .boundary import Facts, Path, plan
+from ..plugins.op import Op, OpExecutor, executor_scope
+from .boundary import Facts, Route, plan
 from .communicator import Communicator
 
 
@@ -173,7 +173,7 @@ def open_group(communicator: Communicator, device: torch.device) -> Group:
     return DistributedGroup(communicator, device) if device.type == "cuda" else HostGroup(communicator)
 
 
-def stock_executor(all_reduce: Callable[[Tensor], Tensor], inner: Executor = execute) -> Executor:
+def stock_executor(all_reduce: Callable[[Tensor], Tensor], inner: OpExecutor = execute) -> OpExecutor:
     """An executor that computes boundaries between ranks as separate operations, and the rest by ``inner``."""
 
     def one_rank(op: Op, attributes: Any, *tensors: Tensor) -> Any:
@@ -202,15 +202,15 @@ def between_ranks(op: Op, attributes: Any) -> bool:
 
 
 @contextmanager
-def boundary_scope(facts: Facts, all_reduce: Callable[[Tensor], Tensor], inner: Executor = execute) -> Iterator[None]:
+def boundary_scope(facts: Facts, all_reduce: Callable[[Tensor], Tensor], inner: OpExecutor = execute) -> Iterator[None]:
     """Run operations by ``inner`` inside the ``with`` block, but the boundaries that :func:`.boundary.plan` sends
     the stock way as separate operations with ``all_reduce``, and split sampling without a mailbox as its reference."""
     stock = stock_executor(all_reduce, inner)
 
     def run(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: dict[str, Any]) -> Any:
-        if op is MARKOV_SAMPLING_SHARDED and plan(1, facts).path is Path.STOCK:
+        if op is MARKOV_SAMPLING_SHARDED and plan(1, facts).route is Route.STOCK:
             return op.reference(attributes, *tensors)
-        go_stock = between_ranks(op, attributes) and plan(int(bindings["rows"]), facts).path is Path.STOCK
+        go_stock = between_ranks(op, attributes) and plan(int(bindings["rows"]), facts).route is Route.STOCK
         return (stock if go_stock else inner)(op, attributes, tensors, bindings)
 
     with executor_scope(run):

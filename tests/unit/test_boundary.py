@@ -14,9 +14,9 @@ import torch
 from dspark_trt.plugins.collective import collective_scope
 from dspark_trt.plugins.markov_sampling_sharded import MARKOV_SAMPLING_SHARDED
 from dspark_trt.plugins.mhc_all_reduce import MAILBOX_ROWS, reduce_ranks
-from dspark_trt.plugins.op import Executor, Op, executor_scope
+from dspark_trt.plugins.op import Op, OpExecutor, executor_scope
 from dspark_trt.runtime_py import stock
-from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS, BoundaryError, Facts, Path, plan
+from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS, BoundaryError, Facts, Route, plan
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.stock import HostGroup, StockError, boundary_scope, stock_executor
 from torch import Tensor
@@ -34,22 +34,22 @@ STREAMS, NORM = {"rtol": 0.008, "atol": 1e-6}, {"rtol": 0.008, "atol": 0.008}
 
 
 @pytest.mark.parametrize(
-    ("rows", "facts", "path", "reason"),
+    ("rows", "facts", "route", "reason"),
     [
-        (1, NODE, Path.FUSED, "1 rows fit the mailbox of 4 ranks"),
-        (FUSED_MHC_MAX_ROWS, NODE, Path.FUSED, "256 rows fit"),
-        (FUSED_MHC_MAX_ROWS + 1, NODE, Path.STOCK, "257 rows are more than the 256 of the mailbox"),
-        (5, Facts(4, 2, torch.bfloat16, ""), Path.STOCK, "2 nodes share no memory"),
-        (5, Facts(4, 1, torch.float64, ""), Path.STOCK, "does not carry torch.float64"),
-        (5, Facts(6, 1, torch.bfloat16, ""), Path.STOCK, "made for 2, 4 or 8 ranks, not 6"),
-        (5, Facts(2, 1, torch.bfloat16, "rank 1: no peer"), Path.STOCK, "no mailbox: rank 1: no peer"),
-        (10**6, Facts(1, 1, torch.float64, "none"), Path.FUSED, "one rank has nothing to exchange"),
+        (1, NODE, Route.FUSED, "1 rows fit the mailbox of 4 ranks"),
+        (FUSED_MHC_MAX_ROWS, NODE, Route.FUSED, "256 rows fit"),
+        (FUSED_MHC_MAX_ROWS + 1, NODE, Route.STOCK, "257 rows are more than the 256 of the mailbox"),
+        (5, Facts(4, 2, torch.bfloat16, ""), Route.STOCK, "2 nodes share no memory"),
+        (5, Facts(4, 1, torch.float64, ""), Route.STOCK, "does not carry torch.float64"),
+        (5, Facts(6, 1, torch.bfloat16, ""), Route.STOCK, "made for 2, 4 or 8 ranks, not 6"),
+        (5, Facts(2, 1, torch.bfloat16, "rank 1: no peer"), Route.STOCK, "no mailbox: rank 1: no peer"),
+        (10**6, Facts(1, 1, torch.float64, "none"), Route.FUSED, "one rank has nothing to exchange"),
     ],
 )
-def test_plan(rows: int, facts: Facts, path: Path, reason: str) -> None:
+def test_plan(rows: int, facts: Facts, route: Route, reason: str) -> None:
     """TP-5, TP-6: capacity is the last fused row count; every reason is told in one line."""
     found = plan(rows, facts)
-    assert found.path is path and re.search(reason, found.reason) and "\n" not in found.reason
+    assert found.route is route and re.search(reason, found.reason) and "\n" not in found.reason
 
 
 def test_limit_is_the_capacity_of_the_mailbox() -> None:
@@ -64,7 +64,7 @@ def test_one_rank_without_peer_access_sends_all_ranks_the_stock_way(monkeypatch:
     facts = outcomes(4, lambda c: Facts.gather(c, torch.bfloat16, problems[c.rank]))
     assert len(set(facts)) == 1 and facts[0].mailbox_problem == f"rank 2: {problems[2]}"
     plans = {plan(rows, one) for one in facts for rows in (1, 40, 256)}
-    assert {p.path for p in plans} == {Path.STOCK} and len(plans) == 1
+    assert {p.route for p in plans} == {Route.STOCK} and len(plans) == 1
 
 
 def test_hosts_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_scope_follows_the_plan(rows: int, facts: Facts, stock_calls: int) -> No
         taken.append(attributes.tp_size)
         return op.reference(attributes, *tensors)
 
-    executor: Executor = inner
+    executor: OpExecutor = inner
     with collective_scope(lambda _: parts), boundary_scope(facts, all_reduce, executor):
         on_rank(one, parts, 0).run()
     assert len(reduced) == stock_calls and taken == [1 if stock_calls else 4]
