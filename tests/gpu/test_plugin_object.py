@@ -39,7 +39,7 @@ def driver(headers: Headers, library: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("label", LABELS)
 def test_a_replayed_plugin_gives_the_bits_of_the_kernel(driver: Driver, label: str, activation: torch.dtype) -> None:
-    """TensorRT rules 1, 2 and 6: enqueue is captured, and all it needs is in the plan and the workspace. One object
+    """Enqueue is captured, and all it needs is in the plan and the workspace. One object
     serves several row counts, one after the other."""
     call = example(label, activation)
     op, values = call.op, call.values

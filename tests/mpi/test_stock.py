@@ -13,7 +13,7 @@ from tests.mpi_jobs import run_job
 
 @pytest.mark.mpi
 def test_two_ranks_go_the_stock_way_together(engines: Callable[[int], Path]) -> None:
-    """TP-8, pitfall 17: only rank 1 lacks a mailbox, both leave it; the target's logits, features and rings have the
+    """TP-8: only rank 1 lacks a mailbox, both leave it; the target's logits, features and rings have the
     bits of the fused operation's reference, with the gathered sum and with the all-reduce of torch.distributed (two
     summands have one order), which needs no environment and no port of its own."""
     job = run_job(2, "-m", "tests.mpi.stock_job", engines(2), timeout=240)

@@ -58,7 +58,7 @@ def test_limit_is_the_capacity_of_the_mailbox() -> None:
 
 
 def test_one_rank_without_peer_access_sends_all_ranks_the_stock_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TP-8, pitfall 17: what only rank 2 met decides for everyone, with the same words."""
+    """TP-8: what only rank 2 met decides for everyone, with the same words."""
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     problems = ["", "", "cudaIpcOpenMemHandle failed with error 101", ""]
     facts = outcomes(4, lambda c: Facts.gather(c, torch.bfloat16, problems[c.rank]))

@@ -164,7 +164,7 @@ def test_verdicts_on_tensors_are_those_of_the_python_plugin(
 
 @pytest.mark.parametrize(("name", "changed"), CASES, ids=IDS)
 def test_a_plan_holds_the_abi_number_and_every_attribute(driver: Recorded, name: str, changed: Changed) -> None:
-    """TensorRT rule 6; the plugin that wrote the plan is gone when it is read."""
+    """The plugin that wrote the plan is gone when it is read."""
     plugin, _, values = make_plugin(driver, name, **changed)
     words = [PLUGIN_ABI]
     for value in encode_attributes(values).values():
@@ -337,7 +337,7 @@ def test_shapes_that_the_kernel_was_not_built_for_are_refused_while_building(
 
 
 def test_addresses_are_not_followed_while_an_engine_is_built(driver: Recorded, messages: Messages) -> None:
-    """TensorRT rule 5: while it times a plugin, a mailbox holds anything."""
+    """While TensorRT times a plugin, a mailbox holds anything."""
     plugin, op, values = make_plugin(driver, "MhcAllReduce", tp_size=2)
     tensors, inputs = described(op, values, "float32", CALL)
     assert plugin.enqueue(tensors, inputs, [64] * len(tensors)) == 0
@@ -348,7 +348,7 @@ def test_addresses_are_not_followed_while_an_engine_is_built(driver: Recorded, m
 
 
 def test_an_update_in_place_refuses_two_addresses(driver: Recorded, messages: Messages) -> None:
-    """TensorRT rule 10: it may have put a copy between; while it times, it may give what memory it likes."""
+    """TensorRT may have put a copy between; while it times, it may give what memory it likes."""
     plugin, op, values = make_plugin(driver, "ContextKvInsert")
     tensors, inputs = described(op, values, "float32", CALL)
     pointers = [64, 128, 192, 256, 320]

@@ -113,7 +113,7 @@ def test_the_mailbox_is_the_session_s_own(engine_dirs: Callable[[int], EngineDir
 def test_a_run_that_the_engines_do_not_fit_is_refused(
     engine_dirs: Callable[[int], EngineDir], changed: dict[str, Any], message: str
 ) -> None:
-    """ENG-2 and complaints 1 and 3: field, both values and the remedy, before the plan is read."""
+    """ENG-2: field, both values and the remedy, before the plan is read."""
     chosen = {"api": fake_api(says="this must not be asked"), **changed}
     with pytest.raises(EngineDirError) as caught:
         open_session(engine_dirs(1), "draft", 0, **chosen)
@@ -166,7 +166,7 @@ def test_a_missing_plugin_library_is_named(
 def test_a_creator_that_nobody_registered_is_named(
     engine_dirs: Callable[[int], EngineDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ENG-1 and complaint 6: the triple that is wanted, what is registered, and the library that lacks it."""
+    """ENG-1: the triple that is wanted, what is registered, and the library that lacks it."""
     loaded = Path("/somewhere") / library.TRT_LIBRARY_NAME
     monkeypatch.setattr("dspark_trt.plugins.trt_plugin.load_trt_plugins", lambda major: loaded)
     api = fake_api()

@@ -108,7 +108,7 @@ def test_a_static_size_that_differs_is_refused_with_both_values(name: str) -> No
 
 
 def test_rows_may_differ_between_calls_but_not_within_one() -> None:
-    """ENG-6, TensorRT rule 4: on_shape_change looks at the sizes of this call."""
+    """ENG-6: on_shape_change looks at the sizes of this call."""
     values = attributes_of(HC_COLLAPSE)
     for rows in (1, 40):
         tensors = [TensorDesc("float32", (rows, 4, 128)), TensorDesc("float32", (rows, 4))]
