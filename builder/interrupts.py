@@ -1,8 +1,8 @@
 """Ends a command that is told to stop as an error would end it, so that nothing half made is left behind.
 
-Ctrl-C raises in Python; SIGTERM, by which batch systems end a job, would end the process on the spot. Inside of
-:func:`raised_interrupts` it raises too. Where the process is in a library's call, such as a build by TensorRT, either
-waits for the call to return; a second SIGTERM does not.
+Ctrl-C raises in Python; SIGTERM, by which batch systems end a job, and SIGHUP, when a terminal is lost, would end the
+process on the spot. Inside of :func:`raised_interrupts` they raise too. Where the process is in a library's call, such
+as a build by TensorRT, all of them wait for the call to return; a second signal does not.
 """
 
 from __future__ import annotations
@@ -24,20 +24,31 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raised_interrupts() -> Iterator[None]:
-    """Raise :class:`Interrupted` where SIGTERM arrives. Signals come to the main thread; others are left alone."""
+    """Raise :class:`Interrupted` where SIGTERM or SIGHUP arrives, unless it is ignored, as under nohup.
+
+    Signals come to the main thread; others are left alone.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+
     def interrupt(number: int, _: FrameType | None) -> None:
-        signal.signal(number, before)
+        restore()
         raise Interrupted(number)
 
-    before = signal.signal(signal.SIGTERM, interrupt) or signal.SIG_DFL
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    for number in handlers:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        restore()
 
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:

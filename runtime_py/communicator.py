@@ -7,6 +7,7 @@ module alone.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -78,12 +79,21 @@ class SingleProcess:
 
 
 class MpiCommunicator:
-    """The ranks of ``MPI_COMM_WORLD``."""
+    """The ranks of ``MPI_COMM_WORLD``.
+
+    Raises:
+        LaunchError: mpi4py is not installed, or finds no MPI.
+    """
 
     def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise LaunchError(
+                f"this process was started by an MPI launcher, and mpi4py can't be used ({error}); install it with the "
+                "launcher's MPI: pip install '.[mpi]' in the repository"
+            ) from None
+        self._world = MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -140,7 +150,8 @@ def connect(tp_size: int, command: str = "python ...") -> Communicator:
         command: how the user starts the program, for the error's advice.
 
     Raises:
-        LaunchError: the job has another number of ranks, or MPI sees another number than the launcher.
+        LaunchError: the job has another number of ranks, MPI sees another number than the launcher, or, on every rank,
+            ranks have engines for different numbers of ranks.
     """
     announced = launcher_ranks()
     if announced is None and tp_size == 1:
@@ -156,6 +167,14 @@ def connect(tp_size: int, command: str = "python ...") -> Communicator:
         raise LaunchError(
             f"the launcher started {announced} ranks, but MPI sees {communicator.size}: mpi4py uses another MPI "
             f"than the launcher. Use the mpirun of the environment that mpi4py is installed in. {advice}"
+        )
+    # One rank that ended here would leave the others waiting for it.
+    everyone = communicator.all_gather_object(tp_size)
+    if len(set(everyone)) > 1:
+        found = ", ".join(f"those of rank {rank} were built for {size}" for rank, size in enumerate(everyone))
+        raise LaunchError(
+            f"rank {communicator.rank}: ranks have engines for different numbers of ranks: {found}; give every rank "
+            "the same directory"
         )
     if communicator.size != tp_size:
         raise LaunchError(
@@ -195,16 +214,18 @@ def fail_together(
     ``debug`` is set.
 
     Args:
-        refusals: errors of what was asked for. They end the job with exit status 2, every other with 1.
+        refusals: errors of what was asked for. They end the job with exit status 2, Ctrl-C with 130, others with 1.
         where: what the rank was doing when it failed, for the line that says so; of a refusal that does not matter.
     """
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:  # every way to fail must end the other ranks too
-        if debug or not type(error).__module__.startswith("dspark_trt."):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if debug or not (interrupted or type(error).__module__.startswith("dspark_trt.")):
             traceback.print_exc()
         refused = isinstance(error, refusals)
         place = None if refused else where()
-        told = f"{type(error).__name__}: {error}" + (f" [in {place}]" if place else "")
+        told = "interrupted (Ctrl-C)" if interrupted else f"{type(error).__name__}: {error}"
+        told += f" [in {place}]" if place else ""
         print(f"rank {communicator.rank}: {told}", file=sys.stderr, flush=True)
-        communicator.abort(2 if refused else 1)
+        communicator.abort(2 if refused else 128 + signal.SIGINT if interrupted else 1)

@@ -119,7 +119,7 @@ class Watchdog(Progress):
                     continue
                 name, since, allowed = self._running[-1]
                 if now < since + allowed:
-                    self._changed.wait(since + allowed - now)
+                    self._changed.wait(min(since + allowed - now, threading.TIMEOUT_MAX))
                     continue
                 break
             else:

@@ -20,7 +20,7 @@ from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, FinishReason
 from dspark_trt.runtime_py.verification import Verdict
 
-from tests.example_scripts import load_example
+from tests.example_scripts import EXAMPLES, load_example
 from tests.mpi_jobs import error_lines, run_example, run_job
 
 Engines = Callable[[int], Path]
@@ -137,6 +137,27 @@ def test_without_drafts(engines: Engines, tmp_path: Path) -> None:
     assert (stats["tokens_per_step"], stats["accepted_per_position"], stats["draft_calls"]) == (1.0, [], 0)
     assert len(stats["profiling"]) == 3
     assert "accepted drafts by position" not in job.out
+
+
+OF_ANOTHER_JOB = """
+import os, sys
+from run import main
+directory = sys.argv[1 + int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])]
+sys.exit(main(["--engine-dir", directory, "--prompt", "It was"]))
+"""
+
+
+def test_ranks_with_other_engines_are_refused_together(engines: Engines, tmp_path: Path) -> None:
+    """A stale directory on one node: a rank that ended alone would leave the others waiting for it."""
+    (tmp_path / "job.py").write_text(OF_ANOTHER_JOB)
+    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tiny", ".*"))
+    job = run_job(2, tmp_path / "job.py", engines(2), engines(1), timeout=60)
+    assert job.status == 2
+    lines = error_lines(job.err)
+    assert len(lines) == 2, job.err
+    assert all(
+        "those of rank 0 were built for 2, those of rank 1 were built for 1; give every" in line for line in lines
+    )
 
 
 STOPPING = """

@@ -72,7 +72,9 @@ def left(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")], ids=["ctrl-c", "sigterm"]
+    ("number", "name"),
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
+    ids=["ctrl-c", "sigterm", "sighup"],
 )
 def test_a_conversion_that_is_stopped_leaves_nothing(released: Path, tmp_path: Path, number: int, name: str) -> None:
     status, errors = stop(
@@ -111,6 +113,16 @@ def test_a_second_signal_ends_the_process_as_before() -> None:
         assert signal.getsignal(signal.SIGTERM) == before
     assert exit_status(caught.value) == 143 and exit_status(KeyboardInterrupt()) == 130
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """nohup: the terminal goes, the command goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with raised_interrupts():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_threads_leave_signals_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ class Recorder(SingleProcess):
         self.code = code
 
 
-@pytest.mark.parametrize("error", [LaunchError("no launcher"), RuntimeError("lost device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [LaunchError("no launcher"), RuntimeError("lost device")])
 def test_a_failing_rank_ends_the_job(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     """TP-11: the error is printed with the rank, and every rank is told to stop; a refusal has a status of its own."""
     for refusals, code in (((), 1), ((MappingError, LaunchError), 2 if isinstance(error, LaunchError) else 1)):
@@ -67,6 +68,29 @@ def test_a_failing_rank_ends_the_job(error: BaseException, capsys: pytest.Captur
     assert f"rank 1: {type(error).__name__}: {error}" in printed
     # The package's own errors say what to do and need no traceback; surprises do.
     assert ("Traceback" in printed) == (not isinstance(error, LaunchError))
+
+
+def test_ctrl_c_ends_the_job_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    communicator = Recorder()
+    with fail_together(communicator, where=lambda: "step 7"):
+        raise KeyboardInterrupt
+    assert communicator.code == 130
+    assert capsys.readouterr().err == "rank 1: interrupted (Ctrl-C) [in step 7]\n"
+
+
+@pytest.mark.parametrize("error", [ImportError("No module named 'mpi4py'"), RuntimeError("cannot load MPI library")])
+def test_a_launcher_without_mpi4py_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.split(".")[0] == "mpi4py":
+                raise error
+
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(LaunchError, match=rf"mpi4py can't be used \({error}\); install it with .*: pip install"):
+        connect(2)
 
 
 def test_what_a_rank_was_doing_is_told_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,15 @@ def test_an_error_that_was_dealt_with_is_no_place_of_a_later_one() -> None:
     assert watchdog.failed_in == "its draft; last enqueued: cleaning up"
 
 
+def test_a_time_beyond_what_threads_can_wait_is_one_without_end() -> None:
+    """It would end the watchdog's thread with an error of its own, and the job would go on unguarded."""
+    job = Job()
+    with job.watchdog(1e300) as watchdog, watchdog.operation("step 1"):
+        time.sleep(0.2)
+        assert watchdog._thread.is_alive()
+    assert job.status is None
+
+
 def test_a_time_that_can_not_pass_is_refused() -> None:
     with pytest.raises(WatchdogError, match="timeout is 0 s, expected more than 0"):
         Job().watchdog(0)
