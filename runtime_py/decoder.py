@@ -239,6 +239,7 @@ class Decoder:
         return [done[i] for i in range(len(prompts))], stats
 
     def _step(self, active: list[Request], stats: Statistics, deliver: Deliver) -> None:
+        stats.decode_calls += 1
         if self.interleaver is None:
             return self._host.run(active, self.scheduler, stats, deliver)
         if why_not(active, self.scheduler, self._verifier):

@@ -146,6 +146,8 @@ class Statistics:
     accepted_per_position: list[int] = field(default_factory=list)
     target_calls: int = 0
     draft_calls: int = 0
+    decode_calls: int = 0
+    """Steps of the whole batch, whoever decided them; prefills and drafts on entering are none."""
     device_steps: int = 0
     """Decode calls that ran without the host's decisions."""
     prefill_seconds: float = 0.0
