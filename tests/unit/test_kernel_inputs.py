@@ -78,7 +78,7 @@ def test_operations_get_contiguous_tensors(
     )
     penalized = SamplingParams(max_tokens=4, presence_penalty=0.5, ignore_eos=True)
     _, stats = decoder.generate([[1, 2, 3], [4]], [SamplingParams(max_tokens=9, ignore_eos=True), penalized])
-    assert 0 < stats.device_steps < stats.target_calls
+    assert 0 < stats.device_steps < stats.decode_calls
     wanted = {"MhcCoefficients", "MhcAllReduceResidualOnly", "HcCollapse", "DraftAttention", "TargetAttention"}
     wanted |= {"ContextKvInsert", "MarkovSampling"}
     wanted |= {"MhcAllReduce"} if variant == "v4.1" else set()
