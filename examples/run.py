@@ -302,9 +302,10 @@ def phase_table(stats: Statistics) -> Table:
     """Milliseconds of a step of the whole batch by phase."""
     phases = {name: getattr(stats, f"{name}_seconds") for name in ("target", "verify", "draft")}
     decoding = stats.total_seconds - stats.prefill_seconds
-    # On the device the gap is measured; elsewhere it is what no phase accounts for.
-    phases["host gap"] = stats.gap_seconds if stats.device_steps else decoding - sum(phases.values())
-    steps = max(stats.device_steps or stats.draft_calls or stats.target_calls, 1)
+    # Where all steps are the device's the gap is measured; elsewhere it is what no phase accounts for.
+    on_device = stats.device_steps == stats.decode_calls
+    phases["host gap"] = stats.gap_seconds if on_device else decoding - sum(phases.values())
+    steps = max(stats.decode_calls, 1)
     table = Table("phase", "ms a step", "share", title="a step")
     for name, seconds in phases.items():
         table.add_row(name, f"{1000 * seconds / steps:.3f}", f"{seconds / decoding:.0%}" if decoding else "")

@@ -2,8 +2,9 @@
 
 Expert e: g = w1 x and u = w3 x (FP4 GEMM, rounded to the activation type), u clamped to +-limit, g to at
 most limit, a = silu(g) * u * routing weight, rounded; then w2 a, which quantises a again. The weights are
-the released bytes, two FP4 codes a byte with one E8M0 scale per 32 channels. Rank-local: with a sharded
-intermediate dimension the result is this rank's partial sum.
+the released bytes, two FP4 codes a byte with one E8M0 scale per 32 channels. An id outside 0..E-1 stands for
+no expert and adds nothing. Rank-local: with a sharded intermediate dimension the result is this rank's partial
+sum.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class RoutedExperts(Op):
 
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # Experts in ascending order, so that a row's sum does not depend on the other rows.
-        for expert in indices.unique().tolist():
+        chosen = indices.unique()
+        for expert in chosen[(chosen >= 0) & (chosen < len(w1))].tolist():
             rows, choice = torch.where(indices == expert)
             gate = product(x[rows], w1[expert], w1_scale[expert])
             up = product(x[rows], w3[expert], w3_scale[expert])

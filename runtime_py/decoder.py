@@ -32,7 +32,7 @@ from .communicator import Communicator
 from .costs import CostTable, IdleSteps
 from .host_step import Deliver, HostStep, Span, compare_ranks
 from .interleaving import Interleaver, request_counts, why_not
-from .requests import Completion, Request, RequestError, SamplingParams, Statistics
+from .requests import Completion, Request, RequestError, SamplingParams, Statistics, is_integer
 from .scheduling import FullLength, Scheduler
 from .session import Session
 from .slots import SlotState
@@ -251,6 +251,7 @@ class Decoder:
         return [done[i] for i in range(len(prompts))], stats
 
     def _step(self, active: list[Request], stats: Statistics, deliver: Deliver) -> None:
+        stats.decode_calls += 1
         if self.interleaver is None:
             return self._host.run(active, self.scheduler, stats, deliver)
         if why_not(active, self.scheduler, self._verifier):
@@ -325,7 +326,7 @@ class Decoder:
     def _admit(self, index: int, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         eos = () if params.ignore_eos else self._target_config.eos_token_ids
         stops = frozenset(params.stop_token_ids) | frozenset(eos)
-        return Request(index, slot, len(prompt), list(prompt), params, stops, seed, self._detokenize)
+        return Request(index, slot, len(prompt), list(map(int, prompt)), params, stops, seed, self._detokenize)
 
     def _check_ranks(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
         """Ranks that run steps of other rows leave each other waiting in the first collective."""
@@ -353,8 +354,8 @@ class Decoder:
             needed = len(prompt) + own.max_tokens + self._drafted
             if not len(prompt):
                 problems.append(f"prompt {i} is empty, expected at least one token")
-            elif bad := [t for t in prompt if not 0 <= t < vocab]:
-                problems.append(f"prompt {i} has token ids {bad[:5]}, expected 0..{vocab - 1}")
+            elif bad := [t for t in prompt if not is_integer(t) or not 0 <= t < vocab]:
+                problems.append(f"prompt {i} has token ids {bad[:5]}, expected integers 0..{vocab - 1}")
             elif needed > limit:
                 problems.append(
                     f"prompt {i} needs {needed} positions ({len(prompt)} prompt tokens, max_tokens {own.max_tokens}, "

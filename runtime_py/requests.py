@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
+from typing import Any
 
 from torch import Tensor
 
 
 class RequestError(ValueError):
     """A prompt or its sampling parameters can't be served by these engines."""
+
+
+def is_integer(value: object) -> bool:
+    """Whether ``value`` is an int or one of NumPy's integers; a bool is neither."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class FinishReason(str, Enum):
@@ -64,6 +71,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         ranges = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < math.inf, "a number from 0 (greedy)"),
@@ -75,7 +83,6 @@ class SamplingParams:
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
             "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "64 bits"),
             "num_draft_tokens": (self.num_draft_tokens is None or self.num_draft_tokens >= 0, "0 or more"),
-            "stop": (not isinstance(self.stop, str) and all(self.stop), "a list of strings that are not empty"),
         }
         problems = [
             f"{k} is {getattr(self, k)!r}, expected {wanted}" for k, (right, wanted) in ranges.items() if not right
@@ -84,6 +91,39 @@ class SamplingParams:
             problems.append("temperature is 0, which is greedy: top_k, top_p and min_p change nothing; leave them out")
         if problems:
             raise RequestError("; ".join(problems))
+
+    def _check_types(self) -> None:
+        """Refuse values of other types; NumPy's integers become ints."""
+        problems = []
+        for name, value in vars(self).items():
+            right, wanted = _TYPES.get(name, _NUMBER)
+            if not right(value):
+                problems.append(f"{name} is {value!r}, expected {wanted}")
+            elif is_integer(value) and name in _TYPES:
+                object.__setattr__(self, name, int(value))
+            elif name == "stop_token_ids":
+                object.__setattr__(self, name, tuple(map(int, value)))
+        if problems:
+            raise RequestError("; ".join(problems))
+
+
+def _listed(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, Collection) and not isinstance(values, str) and all(map(right, values))
+
+
+_INTEGER = (is_integer, "an integer")
+_OPTIONAL_INTEGER = (lambda value: value is None or is_integer(value), "an integer, or None")
+_NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_tokens": _INTEGER,
+    "top_k": _INTEGER,
+    "seed": _OPTIONAL_INTEGER,
+    "num_draft_tokens": _OPTIONAL_INTEGER,
+    "stop_token_ids": (_listed(is_integer), "a list of integers"),
+    "stop": (_listed(lambda text: isinstance(text, str) and text != ""), "a list of strings that are not empty"),
+    "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+}
+"""What the parameters have to be; those that are not listed are numbers."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +146,8 @@ class Statistics:
     accepted_per_position: list[int] = field(default_factory=list)
     target_calls: int = 0
     draft_calls: int = 0
+    decode_calls: int = 0
+    """Steps of the whole batch, whoever decided them; prefills and drafts on entering are none."""
     device_steps: int = 0
     """Decode calls that ran without the host's decisions."""
     prefill_seconds: float = 0.0
@@ -189,7 +231,7 @@ class Request:
             kept.append(token)
             if self._ends_stop_string():
                 return kept, FinishReason.STOP
-            if self.output_length == self.params.max_tokens:
+            if self.output_length >= self.params.max_tokens:
                 return kept, FinishReason.LENGTH
         return kept, None
 

@@ -143,6 +143,12 @@ API Plugin* reload(Creators list, const char* op, Plugin* p) {
   const size_t bytes = stored_words(p, words) * sizeof(int32_t);
   return static_cast<Plugin*>(creator(list, op)->deserializePlugin("a_layer", words, bytes));
 }
+// A plan that lost or won bytes at its end; words beyond the stored ones are zero.
+API Plugin* reload_bytes(Creators list, const char* op, Plugin* p, size_t bytes) {
+  int32_t words[64] = {};
+  stored_words(p, words);
+  return static_cast<Plugin*>(creator(list, op)->deserializePlugin("a_layer", words, bytes));
+}
 API void destroy(Plugin* p) { p->destroy(); }
 API Plugin* attach(Plugin* p) {
   Plugin* const copy = p->clone();

@@ -80,10 +80,11 @@ def headers(tensorrt_include: Path | None) -> Headers:
     pytest.skip(f"cuda_runtime_api.h was not found in {' or '.join(map(str, guesses))}")
 
 
-def compile_shared(output: Path, headers: Headers, *arguments: str | Path) -> Path:
-    """Compile C++ sources into a shared library; warnings are errors."""
+def compile_shared(output: Path, headers: Headers, *arguments: str | Path, nodelete: bool = True) -> Path:
+    """Compile C++ sources into a shared library, one that stays with ``nodelete``; warnings are errors."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-    flags += ["-Wno-deprecated-declarations", "-Wl,-z,nodelete", "-I", str(CPP_PLUGINS / "include")]
+    flags += ["-Wno-deprecated-declarations", "-I", str(CPP_PLUGINS / "include")]
+    flags += ["-Wl,-z,nodelete"] if nodelete else []
     flags += ["-isystem", str(headers.tensorrt), "-isystem", str(headers.cuda)]
     command = ["g++", *flags, *map(str, arguments), "-o", str(output), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -177,6 +178,12 @@ class Plugin:
         """The plugin that a plan with this one in it gives when it is loaded."""
         made = self.driver.library.reload(self.driver.creators, self.op.encode(), self.address)
         return Plugin(self.driver, self.op, made) if made else None
+
+    def reload_bytes(self, count: int) -> bool:
+        """Whether TensorRT 8 gets a plugin of a plan that holds so many bytes of this one."""
+        load = self.driver.library.reload_bytes
+        load.restype = ctypes.c_void_p
+        return bool(load(self.driver.creators, self.op.encode(), self.address, ctypes.c_size_t(count)))
 
     def attach(self) -> Plugin:
         """The plugin of an execution context."""

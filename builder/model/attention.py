@@ -62,7 +62,8 @@ class LatentAttention(nn.Module):
     def cached(self, kv: Tensor, positions: Tensor) -> Tensor:
         """The entries [rows, D] that :meth:`insert` writes for kv: each row goes to a ring of its own."""
         rows = torch.arange(kv.shape[0], dtype=torch.int32, device=kv.device)
-        return self.insert(kv, positions, rows, kv.unsqueeze(1)).squeeze(1)
+        # A copy as the rings: a kernel writes where they are.
+        return self.insert(kv, positions, rows, kv.unsqueeze(1).clone()).squeeze(1)
 
     def output(self, attended: Tensor) -> Tensor:
         """[rows, heads, D] -> [rows, H], this rank's partial sum. wo_a's input is not quantised."""

@@ -92,6 +92,11 @@ class OpCreator final : public IPluginCreator {
   }
   IPluginV2* deserializePlugin(const char* layer, const void* data, size_t bytes) noexcept override {
     return guarded(static_cast<Plugin*>(nullptr), [&] {
+      if (bytes % sizeof(int32_t)) {
+        throw Refusal(std::string(kNamespace) + "." + op_.name + ", layer " + (layer ? layer : "") +
+                      ": the plan holds " + std::to_string(bytes) +
+                      " bytes for it, expected four for each field; it is damaged, build it again");
+      }
       std::vector<int32_t> words(bytes / sizeof(int32_t));
       std::memcpy(words.data(), data, words.size() * sizeof(int32_t));
       std::vector<PluginField> fields = fields_;

@@ -44,14 +44,19 @@ const std::vector<Creator*>& creators() {
   return *all;
 }
 
+// Whether a library has to stay loaded after it has answered: what is remembered of its objects must not dangle.
+enum class Answer { kUsedNow, kRemembered };
+
 // What a function of no arguments returns, in each library that is loaded and has it.
 template <typename T>
-std::vector<std::pair<const char*, T*>> ask_loaded(const char* function) {
+std::vector<std::pair<const char*, T*>> ask_loaded(const char* function, Answer use) {
   std::vector<std::pair<const char*, T*>> answers;
   for (const char* library : kLibraries) {
     void* const handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
     auto* const get = handle ? reinterpret_cast<T* (*)()>(dlsym(handle, function)) : nullptr;
-    if (T* const answer = get ? get() : nullptr) answers.emplace_back(library, answer);
+    T* const answer = get ? get() : nullptr;
+    if (answer) answers.emplace_back(library, answer);
+    if (handle && !(answer && use == Answer::kRemembered)) dlclose(handle);
   }
   return answers;
 }
@@ -60,7 +65,7 @@ nvinfer1::ILoggerFinder* logger_finder = nullptr;
 std::vector<std::pair<nvinfer1::IPluginRegistry*, Creator*>> registered;
 
 bool register_creators() {
-  const auto registries = ask_loaded<nvinfer1::IPluginRegistry>("getPluginRegistry");
+  const auto registries = ask_loaded<nvinfer1::IPluginRegistry>("getPluginRegistry", Answer::kRemembered);
   for (const auto& [library, registry] : registries) {
     std::string refused;
     for (size_t i = 0; i < ops().size(); ++i) {
@@ -88,7 +93,9 @@ const bool registered_at_load = guarded(false, register_creators);
 
 void log(Severity severity, const std::string& line) noexcept {
   nvinfer1::ILogger* logger = logger_finder ? logger_finder->findLogger() : nullptr;
-  for (const auto& [_, other] : ask_loaded<nvinfer1::ILogger>("getLogger")) logger = logger ? logger : other;
+  for (const auto& [_, other] : ask_loaded<nvinfer1::ILogger>("getLogger", Answer::kUsedNow)) {
+    logger = logger ? logger : other;
+  }
   if (logger) {
     logger->log(severity, line.c_str());
   } else if (severity <= Severity::kWARNING) {
@@ -100,7 +107,8 @@ void log(Severity severity, const std::string& line) noexcept {
 
 DSPARK_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
   // Not one that a TensorRT of another major hands over: it has another layout.
-  const auto registries = dspark::ask_loaded<nvinfer1::IPluginRegistry>("getPluginRegistry");
+  const auto registries =
+      dspark::ask_loaded<nvinfer1::IPluginRegistry>("getPluginRegistry", dspark::Answer::kRemembered);
   dspark::logger_finder = registries.empty() ? nullptr : finder;
 }
 

@@ -135,6 +135,7 @@ def test_without_drafts(engines: Engines, tmp_path: Path) -> None:
     assert job.status == 0, job.err
     stats = json.loads((tmp_path / "stats.json").read_text())
     assert (stats["tokens_per_step"], stats["accepted_per_position"], stats["draft_calls"]) == (1.0, [], 0)
+    assert (stats["decode_calls"], stats["target_calls"]) == (7, 8), "the first token is the prefill's"
     assert len(stats["profiling"]) == 3
     assert "accepted drafts by position" not in job.out
 

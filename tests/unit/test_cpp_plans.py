@@ -5,6 +5,7 @@ In processes of their own: what a library has registered stays.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.plugin_object import (
     CASES,
     Headers,
     compile_plugins,
+    compile_shared,
 )
 
 headers, pytest_generate_tests = plugin_object.headers, plugin_object.pytest_generate_tests
@@ -141,7 +143,46 @@ def test_refusals_reach_the_log_of_tensorrt(for_rtx: Path, tmp_path: Path) -> No
     assert "plan True" not in said
 
 
+def load_alone(library: Path) -> str:
+    """What the plugins say where there is no TensorRT."""
+    command = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 def test_loading_before_tensorrt_says_so(plain: Path) -> None:
-    command = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(plain)]
+    said = load_alone(plain)
+    assert "registered no plugins" in said and "load TensorRT first, or use loadLibrary" in said
+
+
+TENSORRT_WITH_A_LOG = """
+#include <NvInferRuntime.h>
+#include <cstdio>
+struct Log final : nvinfer1::ILogger {
+  void log(Severity, const char* line) noexcept override { std::printf("logged %s\\n", line), std::fflush(stdout); }
+};
+extern "C" __attribute__((visibility("default"))) nvinfer1::ILogger* getLogger() {
+  static Log log;
+  return &log;
+}
+"""
+UNLOADING = """
+import _ctypes, ctypes, sys
+from pathlib import Path
+tensorrt = ctypes.CDLL(sys.argv[1])
+ctypes.CDLL(sys.argv[2])
+_ctypes.dlclose(tensorrt._handle)
+print("stays", sys.argv[1] in Path("/proc/self/maps").read_text())
+"""
+
+
+def test_a_line_in_the_log_does_not_keep_tensorrt_loaded(headers: Headers, plain: Path, tmp_path: Path) -> None:
+    """TensorRT's logger is looked up for every line; whoever loaded TensorRT can still unload it."""
+    name = re.search(r"as (\S+) is not loaded", load_alone(plain))
+    assert name
+    source = tmp_path / "log.cpp"
+    source.write_text(TENSORRT_WITH_A_LOG)
+    tensorrt = compile_shared(tmp_path / name[1], headers, source, f"-Wl,-soname,{name[1]}", nodelete=False)
+    command = [sys.executable, "-c", UNLOADING, str(tensorrt), str(plain)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "registered no plugins" in done.stderr and "load TensorRT first, or use loadLibrary" in done.stderr
+    assert done.stdout.startswith("logged libdspark_trt_plugins.so registered no plugins"), done.stderr
+    assert done.stdout.endswith("stays False\n")

@@ -283,6 +283,21 @@ def test_a_plan_with_fewer_or_more_fields_is_refused(driver: Recorded, messages:
     assert driver.create("MhcAllReduce", number | fields_of(values), at_runtime=True) is not None
 
 
+def test_a_plan_with_a_part_of_a_field_is_refused(driver: Recorded, messages: Messages) -> None:
+    """A damaged plan of TensorRT 8, which holds the fields one behind the other; a newer one holds them by name."""
+    if driver.is_v3:
+        pytest.skip("TensorRT itself reads the fields of a plan")
+    plugin, *_ = make_plugin(driver, "HcCollapse")
+    whole = 4 * len(plugin.stored_words())
+    assert plugin.reload_bytes(whole)
+    for surplus in (1, 2, 3, -1):
+        assert not plugin.reload_bytes(whole + surplus)
+        said = (
+            f"dspark.HcCollapse, layer a_layer: the plan holds {whole + surplus} bytes for it, expected four for each"
+        )
+        assert said in messages()
+
+
 def test_the_activation_type_is_an_attribute_of_tensorrt_8(driver: Recorded, messages: Messages) -> None:
     """Left to the builder, a float16 network's layer may run in float32, and a mailbox for float16 gets float32."""
     values = ALL_OPS["HcCollapse"].attributes_type(**ATTRIBUTES["HcCollapse"])

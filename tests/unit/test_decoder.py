@@ -12,6 +12,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -282,13 +283,14 @@ def test_each_prompt_has_its_own_parameters(model: Model) -> None:
     ("prompts", "tokens", "message"),
     [
         ([[1, 2], []], 5, "prompt 1 is empty"),
-        ([[1, 320]], 5, r"prompt 0 has token ids \[320\], expected 0..319"),
+        ([[1, 320]], 5, r"prompt 0 has token ids \[320\], expected integers 0..319"),
+        ([[2], [1, 2.5, True, "3"]], 5, r"prompt 1 has token ids \[2\.5, True, '3'\], expected integers"),
         ([[-1]], 5, r"token ids \[-1\]"),
         ([[1] * 391], 5, r"needs 401 positions .* --max-seq-len 400"),
         ([[1]], 395, r"needs 401 positions"),
     ],
 )
-def test_prompts_that_do_not_fit(model: Model, prompts: list[list[int]], tokens: int, message: str) -> None:
+def test_prompts_that_do_not_fit(model: Model, prompts: list[list[Any]], tokens: int, message: str) -> None:
     """Refused before anything runs, with the limit and the value."""
     decoder = model.decoder(TorchSession(model.draft, SingleProcess()))
     before = [r.clone() for r in decoder._host.rings[0].values()]

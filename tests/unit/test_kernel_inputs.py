@@ -12,8 +12,10 @@ import pytest
 import torch
 from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
-from dspark_trt.builder.config import Numerics
+from dspark_trt.builder.config import Numerics, parse_configs
 from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.model.attention import LatentAttention
+from dspark_trt.builder.model.context import BuildContext
 from dspark_trt.builder.network import load_network
 from dspark_trt.plugins.kernels import allocate_outputs
 from dspark_trt.plugins.op import Op, executor_scope
@@ -76,12 +78,35 @@ def test_operations_get_contiguous_tensors(
     )
     penalized = SamplingParams(max_tokens=4, presence_penalty=0.5, ignore_eos=True)
     _, stats = decoder.generate([[1, 2, 3], [4]], [SamplingParams(max_tokens=9, ignore_eos=True), penalized])
-    assert 0 < stats.device_steps < stats.target_calls
+    assert 0 < stats.device_steps < stats.decode_calls
     wanted = {"MhcCoefficients", "MhcAllReduceResidualOnly", "HcCollapse", "DraftAttention", "TargetAttention"}
     wanted |= {"ContextKvInsert", "MarkovSampling"}
     wanted |= {"MhcAllReduce"} if variant == "v4.1" else set()
     wanted |= {"QuantizedLinear", "RoutedExperts"} if numerics is Numerics.RELEASED else set()
     assert set(checked.calls) == wanted
+
+
+def in_place(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Any) -> Any:
+    """Computes by reference, and writes aliased outputs into their inputs, as a kernel does."""
+    found = op.reference(attributes, *tensors)
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    for output, source in op.aliases(attributes).items():
+        outputs[output] = tensors[source].copy_(outputs[output])
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_probed_cache_entries_leave_their_source_as_it_is(numerics: Numerics) -> None:
+    """The entries are written into rings that nobody else reads; the draft goes on with kv, not yet rotated."""
+    config = parse_configs(tiny_config("v4.1"))[1]
+    attention = LatentAttention(config, BuildContext(numerics, torch.bfloat16))
+    kv = torch.randn(9, config.head_dim, generator=torch.Generator().manual_seed(3)).bfloat16()
+    before, positions = kv.clone(), torch.arange(5, 14, dtype=torch.int32)
+    wanted = attention.cached(kv, positions)
+    with executor_scope(in_place):
+        found = attention.cached(kv, positions)
+    assert torch.equal(kv, before)
+    assert torch.equal(found, wanted) and not torch.equal(found, kv)
 
 
 META = torch.device("meta")
@@ -125,4 +150,3 @@ def test_steps_need_nothing_from_the_host(variant: str, numerics: Numerics, meth
         step._host_report = torch.empty_like(step._report)  # the one copy that goes to the host
         for part in (step.target, step.verify, step.draft):
             part()
-    assert step._host_report.device == META

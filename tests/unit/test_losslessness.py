@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.runtime_py.requests import SamplingParams
-from dspark_trt.runtime_py.verification import BlockVerification, Laws, Method, StandardRejection
+from dspark_trt.runtime_py.verification import BlockVerification, Laws, Method, StandardRejection, recovery_law
 from torch import Tensor
 
 from tests.enumeration import Tables, bias, emitted_joint
@@ -130,12 +130,14 @@ def test_block_verification_keeps_more() -> None:
 
 @methods
 def test_equal_laws_keep_every_draft(method: Method) -> None:
-    """p = q leaves no residual: no division by zero, and everything passes."""
+    """p = q leaves no residual: no division by zero, everything passes, and what rounding rejects yet is drawn of p."""
     law = torch.tensor([[0.25, 0.75]], dtype=torch.float64).expand(2, 3, 2)
     draft = law.clone()
     draft[:, -1] = 0
     ones = torch.ones(2, 2, dtype=torch.float64)
     passes, weight = method.rates(ones, law, draft)
     assert torch.equal(passes, ones) and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
-    assert Laws(ones.bool(), law, draft, passes, weight).weight.sum() == 6
+    laws = Laws(ones.bool(), law, draft, passes, weight)
+    for kept in range(3):
+        assert torch.equal(recovery_law(laws, torch.tensor([kept, kept])), law[:, kept])
     assert method.kept(torch.zeros(2, 0, dtype=torch.bool)).tolist() == [0, 0]

@@ -90,6 +90,27 @@ def test_body_with_slots_out_of_range_and_poisoned_rows(label: str, activation: 
         assert not found[~inside].any() and found[inside].flatten(1).any(1).all()
 
 
+@activations
+@pytest.mark.parametrize("label", [n for n in LABELS if "Experts" in n])
+def test_body_with_experts_out_of_range(label: str, activation: torch.dtype) -> None:
+    """An id that names no expert adds nothing: -1 is not the last expert, and E is not an error."""
+    one = example(label, activation, rows=8, seed=7)
+    specs = [s.name for s in one.op.inputs(one.values)]
+    at, experts = specs.index("indices"), len(one.tensors[specs.index("w1")])
+    indices, weights = one.tensors[at].clone(), one.tensors[specs.index("weights")].clone()
+    indices[0] = -1
+    indices[1] = experts
+    indices[2, 1], indices[3, 0], indices[4, 2], indices[5, 1] = -1, experts, -(2**31), 2**31 - 1
+    one = one.replaced(at, indices)
+    compare(one, activation)
+    outside = (indices < 0) | (indices >= experts)
+    weightless = one.replaced(at, indices.masked_fill(outside, 0))
+    weightless = weightless.replaced(specs.index("weights"), weights.masked_fill(outside, 0.0))
+    (wanted,) = run_onnx(weightless, activation)
+    (found,) = run_onnx(one, activation)
+    assert torch.equal(found, wanted) and not found[:2].any() and found[2:].any(1).all()
+
+
 @pytest.mark.parametrize("group", [32, 64])
 def test_quantisation_body_has_the_reference_scales(group: int) -> None:
     """Bit-equal where nothing but the quantiser acts (position 0 does not rotate): amax at, just below and

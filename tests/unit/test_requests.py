@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dspark_trt.runtime_py.laws import draft_law, target_law
@@ -52,6 +53,50 @@ NAN, INF = math.nan, math.inf
 def test_parameters_that_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 3.5}, r"max_tokens is 3\.5, expected an integer"),
+        (
+            {"max_tokens": True, "seed": 1.5},
+            r"max_tokens is True, expected an integer; seed is 1\.5, expected an integer",
+        ),
+        ({"temperature": 1, "top_k": 2.0}, r"top_k is 2\.0, expected an integer"),
+        ({"num_draft_tokens": 1.5}, r"num_draft_tokens is 1\.5, expected an integer, or None"),
+        ({"temperature": True}, "temperature is True, expected a number"),
+        ({"top_p": "0.9"}, r"top_p is '0\.9', expected a number"),
+        ({"presence_penalty": None}, "presence_penalty is None, expected a number"),
+        ({"stop": [3]}, r"stop is \[3\], expected a list of strings that are not empty"),
+        ({"stop_token_ids": [3.0]}, r"stop_token_ids is \[3\.0\], expected a list of integers"),
+        ({"stop_token_ids": 3}, "stop_token_ids is 3, expected a list of integers"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids is \[True\]"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, expected True or False"),
+    ],
+)
+def test_parameters_of_other_types_are_refused(values: dict[str, Any], message: str) -> None:
+    """Half a token would never be reached, and True is no count."""
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**values)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    """In parameters and prompts; what comes back holds ints."""
+    numpy: dict[str, Any] = {"max_tokens": 7, "top_k": 3, "seed": 5, "num_draft_tokens": 2}
+    params = SamplingParams(
+        temperature=np.float32(0.5), stop_token_ids=np.array([6]), **{n: np.int64(v) for n, v in numpy.items()}
+    )
+    assert params == SamplingParams(temperature=0.5, stop_token_ids=(6,), **numpy)
+    assert all(type(getattr(params, name)) is int for name in numpy)
+    done, _ = table_decoder(Tables.random(7, 4)).generate([np.array([1, 2])], params)
+    assert done == table_decoder(Tables.random(7, 4)).generate([[1, 2]], params)[0]
+    assert all(type(token) is int for token in done[0].prompt_ids)
+
+
+def test_an_output_beyond_its_limit_ends() -> None:
+    state = request([0, 1, 2], [], SamplingParams(max_tokens=1))
+    assert state.extend([3, 4]) == ([3], FinishReason.LENGTH)
 
 
 def test_parameters_that_switch_off() -> None:

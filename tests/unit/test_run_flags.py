@@ -24,7 +24,7 @@ from dspark_trt.runtime_py.cuda_graphs import GraphError
 from dspark_trt.runtime_py.interleaving import request_counts
 from dspark_trt.runtime_py.mailbox import MailboxError
 from dspark_trt.runtime_py.mapping import MappingError
-from dspark_trt.runtime_py.requests import RequestError, SamplingParams
+from dspark_trt.runtime_py.requests import RequestError, SamplingParams, Statistics
 from dspark_trt.runtime_py.scheduling import EarlyStop, FullLength, Lookahead, Scheduler, Threshold
 from dspark_trt.runtime_py.stock import StockError
 
@@ -168,6 +168,38 @@ def test_cost_table() -> None:
     table = run.cost_table(CostTable({1: 0.001, 2: 0.0025}, {2: 0.004, 12: 0.012}))
     cells = [list(column.cells) for column in table.columns]
     assert cells == [["1", "2", "12"], ["1.00", "2.50", ""], ["", "4.00", "12.00"]]
+
+
+@pytest.mark.parametrize(
+    ("device_steps", "gap"),
+    [
+        pytest.param(10, ["20.000", "7%"], id="steps of the device"),
+        pytest.param(4, ["50.000", "17%"], id="of both"),
+        pytest.param(0, ["50.000", "17%"], id="of the host"),
+    ],
+)
+def test_phases_of_a_step(device_steps: int, gap: list[str]) -> None:
+    """Milliseconds of each of ten steps. Target calls of the prefill and drafts on entering are no steps."""
+    seconds = {"total": 5.0, "prefill": 2.0, "target": 1.5, "verify": 0.25, "draft": 0.75, "gap": 0.2}
+    stats = Statistics(
+        decode_calls=10,
+        device_steps=device_steps,
+        target_calls=13,
+        draft_calls=12,
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+    )
+    cells = [list(column.cells) for column in run.phase_table(stats).columns]
+    assert cells == [
+        ["target", "verify", "draft", "host gap"],
+        ["150.000", "25.000", "75.000", gap[0]],
+        ["50%", "8%", "25%", gap[1]],
+    ]
+
+
+def test_phases_without_a_step() -> None:
+    """All tokens came from prefills."""
+    table = run.phase_table(Statistics(target_calls=1, prefill_seconds=2.0, total_seconds=2.0))
+    assert list(table.columns[1].cells) == ["0.000"] * 4
 
 
 # ------------------------------------------------------------------------------------ files of users
