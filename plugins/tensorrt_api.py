@@ -97,13 +97,17 @@ class TensorRT:
 
     @contextmanager
     def messages(self) -> Iterator[None]:
-        """Forget TensorRT's error messages after the block; those of a block that succeeds become warnings."""
-        self.log.errors.clear()
+        """Keep TensorRT's errors of the block for an exception's text; those of a block that succeeds become warnings.
+
+        An error outside of such blocks is logged as an error at once.
+        """
+        self.log.keeps_errors = True
         try:
             yield
             for message in self.log.errors:
                 logger.warning("%s: %s", self.product, message)
         finally:
+            self.log.keeps_errors = False
             self.log.errors.clear()
 
     @contextmanager
@@ -207,12 +211,21 @@ class TensorRT:
         return RuntimeCache(self.module, engine, path) if self.is_rtx else None
 
     def combined_timing_caches(self, caches: Sequence[bytes]) -> bytes:
-        """One timing cache with what is in all of ``caches``, which were written on this machine."""
-        config = self.module.Builder(self.log).create_builder_config()
-        combined, *others = (config.create_timing_cache(cache) for cache in caches)
-        for other in others:
-            combined.combine(other, ignore_mismatch=False)
-        return bytes(combined.serialize())
+        """One timing cache with what is in all of ``caches``, which were written on this machine.
+
+        Raises:
+            EngineBuildError: TensorRT does not take them together.
+        """
+        with self.messages():
+            config = self.module.Builder(self.log).create_builder_config()
+            combined, *others = (config.create_timing_cache(cache) for cache in caches)
+            for other in others:
+                if not combined.combine(other, ignore_mismatch=False):
+                    raise EngineBuildError(
+                        f"{self} can't combine the timing caches of the {len(caches)} networks, expected them to be of "
+                        f"one GPU and TensorRT; {self.said()}; leave --output-timing-cache out"
+                    )
+            return bytes(combined.serialize())
 
     def context_bytes(self, engine: Any) -> int:
         """Bytes of device memory that an execution context of ``engine`` takes."""
@@ -377,19 +390,26 @@ def _node_of(error: Any, model: bytes) -> str:
 
 
 def _make_log(module: Any) -> Any:
-    """A TensorRT logger that keeps errors for the exception's text and forwards the rest to ``logging``."""
+    """A TensorRT logger that forwards to ``logging``, and keeps the errors of an open ``messages`` block.
+
+    What it says below an error is forwarded at level debug: TensorRT's warnings are about its own steps.
+    """
 
     class Log(module.ILogger):
         def __init__(self) -> None:
             module.ILogger.__init__(self)
+            self.keeps_errors = False
             self.errors: list[str] = []
             self.watched: dict[str, list[str]] = {}
 
         def log(self, severity: Any, message: str) -> None:
             if severity.name in ("ERROR", "INTERNAL_ERROR"):
-                self.errors.append(message)
                 for prefix, found in self.watched.items():
                     found += [message] if message.startswith(prefix) else []
+                if not self.keeps_errors:
+                    logger.error("TensorRT: %s", message)
+                    return
+                self.errors.append(message)
             logger.debug("%s: %s", severity.name, message)
 
     return Log()

@@ -96,9 +96,10 @@ class Cache:
     def __init__(self, content: bytes):
         self.content = content
 
-    def combine(self, other: Cache, ignore_mismatch: bool) -> None:
+    def combine(self, other: Cache, ignore_mismatch: bool) -> bool:
         assert not ignore_mismatch
         self.content += other.content
+        return b"other GPU" not in other.content
 
     def serialize(self) -> bytes:
         return self.content
@@ -139,6 +140,16 @@ def test_ranks_start_from_what_rank_0_timed(
         assert opened.read_plan(kind, 1) == f"plan of {kind}_rank1".encode()
     assert left.read_bytes() == b"[earlier][draft_rank0][earlier][target_rank0]"
     assert not [path for path in opened.path.iterdir() if path.name.startswith("tmp")]
+
+
+def test_timing_caches_that_do_not_combine_are_an_error() -> None:
+    """Otherwise a part of them would be written as the whole."""
+    api, config = fake_api("10.14.1.48"), SimpleNamespace(create_timing_cache=Cache)
+    api.module.Builder = lambda log: SimpleNamespace(create_builder_config=lambda: config)
+    assert api.combined_timing_caches([b"a", b"b", b"c"]) == b"abc"
+    message = "tensorrt 10.14.1.48 can't combine the timing caches of the 3 networks.*leave --output-timing-cache out"
+    with pytest.raises(EngineBuildError, match=message):
+        api.combined_timing_caches([b"a", b"other GPU", b"c"])
 
 
 def test_several_workers_build_all_engines(api: TensorRT, shards: Path, tmp_path: Path) -> None:

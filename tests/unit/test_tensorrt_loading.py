@@ -212,6 +212,21 @@ def test_what_a_plugin_found_wrong_is_said_once_and_first(engine_dirs: Callable[
     assert f"; it said: {fault}; no plan; build it again on this machine" in str(caught.value)
 
 
+def test_errors_outside_of_calls_are_logged_as_errors(caplog: pytest.LogCaptureFixture) -> None:
+    """No exception will tell them; the next call's must not either. Those of a call that succeeds are warnings."""
+    api = fake_api()
+    api.log.log(Severity.ERROR, "between")
+    api.log.log(Severity.WARNING, "chatter")
+    with api.messages():
+        api.log.log(Severity.ERROR, "within")
+        assert api.error_text() == "within"
+    with pytest.raises(EngineLoadError), api.messages():
+        api.log.log(Severity.ERROR, "raised")
+        raise EngineLoadError(api.error_text())
+    shown = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelno > logging.DEBUG]
+    assert shown == [("ERROR", "TensorRT: between"), ("WARNING", "tensorrt: within")]
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
