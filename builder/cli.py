@@ -31,12 +31,12 @@ from ..plugins.op import OpError
 from . import engine, engine_dir
 from .checkpoint import Checkpoint, CheckpointError, ShardConfig, count_stages, read_shard_config
 from .checkpoint.loading import REMAKE, rank_file_name
-from .checkpoint.sharding import convert_checkpoint, plan_conversion
+from .checkpoint.sharding import plan_conversion, write_shards
 from .checkpoint.tensor_file import StoredTensor, read_header
 from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
 from .directories import NAMES, check_new, kind_of
 from .engine import BuildConfig, Lowering
-from .engine_dir import EngineDir, EngineDirError, build_engine_dir, check_build, network_kinds
+from .engine_dir import EngineDir, EngineDirError, check_build, network_kinds, write_engines
 from .interrupts import exit_status, raised_interrupts
 
 USER_ERRORS = (
@@ -155,10 +155,13 @@ def _fail(errors: Console, message: str, status: int) -> int:
 
 
 def _convert(options: Convert, console: Console) -> None:
-    chosen: dict[str, Any] = {"tp_size": options.tp_size, "draft_only": options.draft_only}
-    chosen["allow_keys"] = options.allow_config_key
     check_new(options.output, CheckpointError)
-    plan = plan_conversion(options.checkpoint, **chosen)
+    plan = plan_conversion(
+        options.checkpoint,
+        tp_size=options.tp_size,
+        draft_only=options.draft_only,
+        allow_keys=options.allow_config_key,
+    )
     facts = {
         "tensors": len(plan.stored),
         "read": _size(plan.source_bytes),
@@ -173,9 +176,7 @@ def _convert(options: Convert, console: Console) -> None:
     columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=plan.source_bytes)
-        convert_checkpoint(
-            options.checkpoint, options.output, **chosen, on_progress=lambda n: progress.advance(task, n)
-        )
+        write_shards(plan, options.output, lambda n: progress.advance(task, n))
     _next(console, started, f"dspark-build --checkpoint {options.output} --output ENGINES")
 
 
@@ -183,15 +184,16 @@ def _build(options: Build, console: Console) -> None:
     source = read_shard_config(options.checkpoint)
     options.build.checked(source.draft)  # before TensorRT is loaded, which may be missing as well
     api = tensorrt_api.load(options.product)
-    request = (options.checkpoint, options.output, options.build)
-    source, chosen, gpus = check_build(*request, api=api, workers=options.workers)
-    kinds = network_kinds(source)
+    checked = check_build(
+        options.checkpoint, options.output, options.build, api=api, workers=options.workers, source=source
+    )
+    chosen, kinds = checked.build, network_kinds(source)
     header = read_header(options.checkpoint / rank_file_name(0), REMAKE)
     weights = {kind: _weight_bytes(kind, header.values(), chosen) for kind in kinds}
     seconds = ENGINE_SECONDS[chosen.lowering] * len(kinds) + sum(weights.values()) / BUILD_BYTES_A_SECOND
     facts = {
         "TensorRT": str(api),
-        "GPUs": ", ".join(gpus),
+        "GPUs": ", ".join(checked.compute_capabilities),
         "ranks": source.tp_size,
         "lowering": f"{chosen.lowering.value}, {chosen.numerics.value} numerics, {chosen.dtype}",
         **{f"{kind} engine": f"about {_size(size)} a rank" for kind, size in weights.items()},
@@ -210,7 +212,7 @@ def _build(options: Build, console: Console) -> None:
         def on_phase(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        build_engine_dir(*request, api=api, on_phase=on_phase, workers=options.workers)
+        write_engines(checked, on_phase)
         on_phase("engines")
     _next(console, started, f"mpirun -n {source.tp_size} python examples/run.py --engine-dir {options.output}")
 

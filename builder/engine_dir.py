@@ -214,25 +214,55 @@ class EngineDir:
         return plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckedBuild:
+    """A build that may start: :func:`check_build` found nothing against it."""
+
+    shards: Path
+    source: ShardConfig
+    """What the shards hold."""
+    output: Path
+    build: BuildConfig
+    """Complete: :meth:`.BuildConfig.checked` has filled it in."""
+    api: TensorRT
+    workers: int
+    compute_capabilities: tuple[str, ...]
+    """GPUs that the plans will run on."""
+
+
 def check_build(
-    shards: Path, output: Path, build: BuildConfig, *, api: TensorRT, workers: int = 1
-) -> tuple[ShardConfig, BuildConfig, tuple[str, ...]]:
+    shards: Path,
+    output: Path,
+    build: BuildConfig,
+    *,
+    api: TensorRT,
+    workers: int = 1,
+    source: ShardConfig | None = None,
+) -> CheckedBuild:
     """Everything that refuses a build before it starts; reads no weights and writes nothing.
 
-    Returns:
-        What the shards hold, the complete build configuration, and the GPUs that plans will run on.
+    Args:
+        source: what the shards hold, where that was read already.
 
     Raises:
         As :func:`build_engine_dir`.
     """
     check_new(output, EngineDirError)
-    source = read_shard_config(shards)
+    source = source or read_shard_config(shards)
     build = build.checked(source.draft)
     if workers < 1:
         raise ConfigError(f"--workers is {workers}, expected at least 1; leave it out for one engine at a time")
     engine.check_engine_draft(source.draft)
     engine.check_engine_options(api, build)
-    return source, build, api.compute_capabilities(build.options.compute_capabilities)
+    return CheckedBuild(
+        shards=shards,
+        source=source,
+        output=output,
+        build=build,
+        api=api,
+        workers=workers,
+        compute_capabilities=api.compute_capabilities(build.options.compute_capabilities),
+    )
 
 
 def build_engine_dir(
@@ -256,24 +286,33 @@ def build_engine_dir(
         CheckpointError, ConfigError, EngineBuildError: from the shards, the configuration or TensorRT.
         EngineDirError: ``output`` is in use, or can't be made.
     """
-    source, build, capabilities = check_build(shards, output, build, api=api, workers=workers)
+    return write_engines(check_build(shards, output, build, api=api, workers=workers), on_phase)
+
+
+def write_engines(checked: CheckedBuild, on_phase: Callable[[str], None] = lambda phase: None) -> EngineDir:
+    """:func:`build_engine_dir` where the checks are done already."""
+    shards, source, build, api = checked.shards, checked.source, checked.build, checked.api
     check_rank_files(shards, source, source.rank_files)
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()
-    with new_directory(output, EngineDirError) as partial:
+    with new_directory(checked.output, EngineDirError) as partial:
         for kind in network_kinds(source):
             (partial / kind).mkdir()
         with tempfile.TemporaryDirectory(dir=partial) as timing:
             jobs = [
                 Job(
-                    *(kind, rank, partial / engine_file_name(kind, rank), shards, source),
-                    with_timing_cache(build, api, Path(timing) / kind, rank),
+                    kind=kind,
+                    rank=rank,
+                    file=partial / engine_file_name(kind, rank),
+                    shards=shards,
+                    source=source,
+                    build=with_timing_cache(build, api, Path(timing) / kind, rank),
                 )
                 for rank in range(source.tp_size)
                 for kind in network_kinds(source)
             ]
-            if workers > 1:
-                built = build_in_workers(jobs, api, on_phase, workers)
+            if checked.workers > 1:
+                built = build_in_workers(jobs, api, on_phase, checked.workers)
             else:
                 built = {job.name: build_file(job, api, on_phase) for job in jobs}
             if build.options.output_timing_cache and not api.is_rtx:
@@ -295,7 +334,7 @@ def build_engine_dir(
             "format": ENGINE_FORMAT,
             "version": VERSION,
             "tensorrt": {"product": api.product, "version": api.version},
-            "compute_capabilities": list(capabilities),
+            "compute_capabilities": list(checked.compute_capabilities),
             "mapping": {"tp_size": source.tp_size},
             "target": source.target and to_dict(source.target),
             "draft": to_dict(source.draft),
@@ -308,7 +347,7 @@ def build_engine_dir(
             "files": files,
         }
         (partial / CONFIG_NAME).write_text(json.dumps(header, indent=2) + "\n")
-    return EngineDir.open(output)
+    return EngineDir.open(checked.output)
 
 
 def network_io(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig) -> NetworkIO:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dspark_trt.builder import cli, network, onnx_export
+from dspark_trt.builder.checkpoint import index, loading
 from dspark_trt.builder.config import ConfigError
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
 from dspark_trt.plugins import tensorrt_api
@@ -124,6 +126,26 @@ def test_build_writes_engines_and_the_next_step(
     ):
         assert part in printed
     assert "anchor_ids │ int32 │ 1 to 3 │ 1 to 3" in printed
+
+
+@pytest.mark.usefixtures("exporter")
+def test_headers_are_read_once(released: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a released checkpoint are many and large; what is printed and what is done come of one reading."""
+    read: list[Path] = []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(path: Path, *rest: Any, **options: Any) -> Any:
+            read.append(path)
+            return function(path, *rest, **options)
+
+        return counted
+
+    monkeypatch.setattr(index, "read_header", counting(index.read_header))
+    assert cli.convert(["--checkpoint", str(released), "--output", str(tmp_path / "shards")]) == 0
+    assert sorted(read) == sorted({*read}) == sorted(released.glob("*.safetensors"))
+    monkeypatch.setattr(loading, "read_dir_header", counting(loading.read_dir_header))
+    assert cli.build(["--checkpoint", str(shards), "--output", str(tmp_path / "o"), "--product", "tensorrt_rtx"]) == 0
+    assert read.count(shards) == 1
 
 
 def test_a_released_checkpoint_becomes_an_engine(
