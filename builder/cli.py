@@ -30,7 +30,7 @@ from ..plugins.library import TRT_LIBRARY_NAME, KernelUnavailableError, describe
 from ..plugins.op import OpError
 from . import engine, engine_dir
 from .checkpoint import Checkpoint, CheckpointError, ShardConfig, count_stages, read_shard_config
-from .checkpoint.loading import REMAKE, rank_file_name
+from .checkpoint.loading import REMAKE, is_fp4, is_part, rank_file_name
 from .checkpoint.sharding import plan_conversion, write_shards
 from .checkpoint.tensor_file import StoredTensor, read_header
 from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
@@ -254,7 +254,7 @@ def _inspect_engines(opened: EngineDir, console: Console) -> None:
         "weights hash": opened.weights_hash,
     }
     console.print(_facts(str(opened.path), facts), _configs(opened.target, opened.draft))
-    console.print(*(_shapes(kind, opened, opened.build) for kind in opened.kinds))
+    console.print(*(_shapes(kind, opened, opened.build) for kind in network_kinds(opened)))
     console.print(_facts("files", {name: _size(entry["bytes"]) for name, entry in opened.files.items()}))
 
 
@@ -357,12 +357,12 @@ def _weight_bytes(kind: engine_dir.Kind, tensors: Iterable[StoredTensor], build:
     wide = 4 if build.dtype == "float32" else 2
     total = 0
     for tensor in tensors:
-        part = tensor.name.split(".")[0]
-        if part in ("mtp", "embed", "head") if kind == "draft" else part != "mtp":
-            if build.numerics is Numerics.RELEASED or tensor.dtype != "I8":
-                total += tensor.nbytes
-            elif tensor.name.endswith(".weight"):  # FP4 codes are two a byte; the scales are gone
-                total += tensor.nbytes * wide * (2 if ".experts." in tensor.name else 1)
+        if not is_part(tensor.name, kind):
+            continue
+        if build.numerics is Numerics.RELEASED or tensor.dtype != "I8":
+            total += tensor.nbytes
+        elif tensor.name.endswith(".weight"):  # FP4 codes are two a byte; the scales are gone
+            total += tensor.nbytes * wide * (2 if is_fp4(tensor.name) else 1)
     return total
 
 

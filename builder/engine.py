@@ -28,7 +28,7 @@ import onnx
 import onnx.inliner
 
 from ..plugins.markov_sampling_sharded import MAX_REQUESTS, MAX_STEPS
-from ..plugins.op import DOMAIN, OPSET, OpError, decode_attributes, encode_attributes
+from ..plugins.op import DOMAIN, OPSET, OpError, decode_attributes, encode_attributes, node_attributes
 from ..plugins.profiles import Profile, Shape
 from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import EngineBuildError, EngineOptions, ParsedNetwork, TensorRT
@@ -150,10 +150,8 @@ def check_engine_options(api: TensorRT, build: BuildConfig) -> None:
             "TensorRT 10 and up"
         )
     options = build.options
-    if api.is_rtx and (options.input_timing_cache or options.output_timing_cache):
-        raise ConfigError(f"{api} times kernels where the plan runs; leave the timing cache options out")
-    if api.is_rtx and options.builder_optimization_level is not None:
-        raise ConfigError(f"{api} has no optimization levels; leave --builder-optimization-level out")
+    if problem := api.option_problem(options):
+        raise ConfigError(problem)
     if options.input_timing_cache and not options.input_timing_cache.is_file():
         raise ConfigError(f"--input-timing-cache {options.input_timing_cache}: not found; leave it out to start anew")
 
@@ -265,8 +263,7 @@ def _check_operations(model: onnx.ModelProto, path: Path) -> dict[str, int]:
     for node in model.graph.node:
         if node.domain != DOMAIN:
             continue
-        values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        values = {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
+        values = node_attributes(node)
         version, namespace = values.pop("plugin_version", "1"), values.pop("plugin_namespace", DOMAIN)
         op = ALL_OPS.get(node.op_type)
         if op is None or str(op.version) != version or namespace != DOMAIN:

@@ -94,10 +94,6 @@ class EngineDir:
     def tp_size(self) -> int:
         return self.mapping["tp_size"]
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        return ("draft", "target") if self.target else ("draft",)
-
     @classmethod
     def open(cls, path: Path | str) -> EngineDir:
         """Read the header and check that every file is there with its size; opens no plan.
@@ -133,7 +129,7 @@ class EngineDir:
         return opened
 
     def _problems(self) -> list[str]:
-        wanted = {engine_file_name(kind, rank) for kind in self.kinds for rank in range(self.tp_size)}
+        wanted = {engine_file_name(kind, rank) for kind in network_kinds(self) for rank in range(self.tp_size)}
         wanted |= {f"{WEIGHTS}/{rank_file_name(rank)}" for rank in range(self.tp_size)}
         problems = [] if self.tp_size > 0 else [f"mapping.tp_size is {self.tp_size}, expected at least 1"]
         problems += [f"{name} is not listed" for name in sorted(wanted - set(self.files))]
@@ -363,8 +359,8 @@ def network_io(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig) 
     return draft_io(source.draft, context, slots=build.max_batch_size, sampling=build.sampling)
 
 
-def network_kinds(source: ShardConfig) -> tuple[Kind, ...]:
-    """The networks that a shard directory holds."""
+def network_kinds(source: ShardConfig | EngineDir) -> tuple[Kind, ...]:
+    """The networks that a shard or an engine directory holds."""
     return ("draft", "target") if source.target else ("draft",)
 
 

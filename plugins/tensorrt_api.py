@@ -159,6 +159,14 @@ class TensorRT:
             )
         return here
 
+    def option_problem(self, options: EngineOptions) -> str:
+        """Why the product does not take ``options``, and what helps; empty if it does."""
+        if self.is_rtx and (options.input_timing_cache or options.output_timing_cache):
+            return f"{self} times kernels where the plan runs; leave the timing cache options out"
+        if self.is_rtx and options.builder_optimization_level is not None:
+            return f"{self} has no optimization levels; leave --builder-optimization-level out"
+        return ""
+
     def parse(self, model: bytes, path: Path) -> ParsedNetwork:
         """Parse an ONNX model into a network, strongly typed but in TensorRT 8.
 
@@ -304,6 +312,8 @@ class ParsedNetwork:
             return bytes(plan)
 
     def _set_target(self, config: Any, options: EngineOptions) -> None:
+        if problem := self.api.option_problem(options):
+            raise EngineBuildError(problem)
         start = options.input_timing_cache
         targets = self.api.compute_capabilities(options.compute_capabilities)
         if not self.api.is_rtx:
@@ -313,10 +323,6 @@ class ParsedNetwork:
             if not config.set_timing_cache(cache, ignore_mismatch=False):
                 raise EngineBuildError(f"{start} was written for another GPU or TensorRT; leave it out")
             return
-        if start or options.output_timing_cache:
-            raise EngineBuildError(f"{self.api} times kernels where the plan runs; leave the timing cache options out")
-        if options.builder_optimization_level is not None:
-            raise EngineBuildError(f"{self.api} has no optimization levels; leave builder_optimization_level out")
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):
             member = getattr(self.api.module.ComputeCapability, "SM" + target.replace(".", ""))

@@ -169,7 +169,7 @@ def test_a_worker_that_fails_says_why(
     """A fault that shows itself only where TensorRT builds."""
     monkeypatch.setattr(engine, "check_engine_options", lambda api, build: None)
     build = dataclasses.replace(BUILD, options=EngineOptions(builder_optimization_level=1))
-    with pytest.raises(EngineBuildError, match="has no optimization levels; leave builder_optimization_level out"):
+    with pytest.raises(EngineBuildError, match="has no optimization levels; leave --builder-optimization-level out"):
         build_engine_dir(shards, tmp_path / "engines", build, api=api, workers=2)
     assert not (tmp_path / "engines").exists() and not list(tmp_path.glob(".engines*"))
 
