@@ -24,13 +24,13 @@ from ..plugins.kernels import has_kernel
 from ..plugins.library import PLUGIN_ABI, find_library
 from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import TensorRT
-from . import engine
+from . import build_config
+from .build_config import BuildConfig, Kind
 from .checkpoint import CheckpointError, ShardConfig, rank_file_name, read_shard_config
 from .checkpoint.loading import check_rank_files
 from .checkpoint.sharding import TOKENIZER_FILES
 from .config import ConfigError, DraftConfig, TargetConfig, networks_from_dict, to_dict
 from .directories import CONFIG_NAME, ENGINE_FORMAT, WEIGHTS, check_new, file_problems, new_directory, read_dir_header
-from .engine import BuildConfig, Kind
 from .engine_jobs import Job, build_file, build_in_workers, with_timing_cache
 from .json_values import read_value
 
@@ -49,7 +49,9 @@ _KEYS: dict[str, Any] = {
     "tensorrt": {"product": str, "version": str},
     "compute_capabilities": tuple[str, ...],
     "mapping": {"tp_size": int},
-    **dict.fromkeys(("target", "draft", "build"), Any),
+    "target": Any,
+    "draft": Any,
+    "build": Any,
     "build_sha256": str,
     "weights_hash": str,
     "plugin_abi": int,
@@ -110,7 +112,7 @@ class EngineDir:
         values = read_value(_KEYS, values, "", problems)
         values |= networks_from_dict(values, problems)
         try:
-            values["build"] = engine.from_dict(built)
+            values["build"] = build_config.from_dict(built)
         except ConfigError as error:
             problems.append(str(error))
         if not problems:
@@ -120,7 +122,7 @@ class EngineDir:
                 problems += [f"build: {line}" for line in str(error).splitlines()]
         if problems:
             raise EngineDirError(f"{header}: not a header of this version: {'; '.join(problems)}; {remedy}")
-        if values.pop("build_sha256") != engine.digest(built):
+        if values.pop("build_sha256") != build_config.digest(built):
             problems.append("the section build of config.json is not the one that was built")
         del values["format"], values["version"]
         opened = cls(path=path, **values)
@@ -248,8 +250,8 @@ def check_build(
     build = build.checked(source.draft)
     if workers < 1:
         raise ConfigError(f"--workers is {workers}, expected at least 1; leave it out for one engine at a time")
-    engine.check_engine_draft(source.draft)
-    engine.check_engine_options(api, build)
+    build_config.check_engine_draft(source.draft)
+    build_config.check_engine_options(api, build)
     return CheckedBuild(
         shards=shards,
         source=source,
@@ -334,8 +336,8 @@ def write_engines(checked: CheckedBuild, on_phase: Callable[[str], None] = lambd
             "mapping": {"tp_size": source.tp_size},
             "target": source.target and to_dict(source.target),
             "draft": to_dict(source.draft),
-            "build": engine.to_dict(build),
-            "build_sha256": engine.digest(engine.to_dict(build)),
+            "build": build_config.to_dict(build),
+            "build_sha256": build_config.digest(build_config.to_dict(build)),
             "weights_hash": source.weights_hash,
             "plugin_abi": PLUGIN_ABI,
             "kernels": find_library() is not None and all(has_kernel(ALL_OPS[name]) for name in plugins),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from dspark_trt.builder import engine_dir, engine_jobs
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import convert_checkpoint
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.plugins.tensorrt_api import EngineOptions
 
 from tests.example_scripts import CHECKPOINT

@@ -32,7 +32,12 @@ REMAKE = "copy it again, or run dspark-convert (and dspark-build) again"
 
 _FILE: Any = {"bytes": int, "sha256": str}
 _KEYS: dict[str, Any] = {
-    **{"version": int, "format": str, "target": Any, "draft": Any, "mapping": {"tp_size": int}, "weights_hash": str},
+    "version": int,
+    "format": str,
+    "target": Any,
+    "draft": Any,
+    "mapping": {"tp_size": int},
+    "weights_hash": str,
     "rank_files": Mapping[str, _FILE],
 }
 

@@ -15,6 +15,7 @@ from dspark_trt.builder import cli, network, onnx_export
 from dspark_trt.builder.checkpoint import index, loading
 from dspark_trt.builder.config import ConfigError
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.builder.tables import readable_size
 from dspark_trt.plugins import tensorrt_api
 
 from tests.one_op_models import stand_in_export
@@ -325,7 +326,10 @@ def test_a_directory_of_another_kind_is_named_with_the_command_that_takes_it(
 
 @pytest.mark.parametrize("size", [0, 999, 1000, 2_500_000, 7e12])
 def test_sizes_are_readable(size: float) -> None:
-    assert cli._size(size) == {0: "0 bytes", 999: "999 bytes", 1000: "1.0 kB", 2.5e6: "2.5 MB", 7e12: "7000.0 GB"}[size]
+    assert (
+        readable_size(size)
+        == {0: "0 bytes", 999: "999 bytes", 1000: "1.0 kB", 2.5e6: "2.5 MB", 7e12: "7000.0 GB"}[size]
+    )
 
 
 def test_the_installed_command_returns_the_status() -> None:

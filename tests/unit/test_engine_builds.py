@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dspark_trt.builder import engine, engine_jobs
+from dspark_trt.builder import build_config, engine, engine_jobs
+from dspark_trt.builder.build_config import BuildConfig, Lowering
 from dspark_trt.builder.checkpoint import CheckpointError, convert_checkpoint
 from dspark_trt.builder.config import ConfigError, Numerics
-from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import EngineDirError, build_engine_dir
 from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import tensorrt_api
@@ -87,7 +87,9 @@ def test_types_that_tensorrt_8_has_not_are_refused_before_the_export(
 )
 def test_types_that_a_tensorrt_has_are_built(version: str, product: str, dtypes: tuple[Any, ...]) -> None:
     for dtype in dtypes:
-        engine.check_engine_options(fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype))
+        build_config.check_engine_options(
+            fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype)
+        )
 
 
 class Cache:
@@ -167,7 +169,7 @@ def test_a_worker_that_fails_says_why(
     api: TensorRT, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault that shows itself only where TensorRT builds."""
-    monkeypatch.setattr(engine, "check_engine_options", lambda api, build: None)
+    monkeypatch.setattr(build_config, "check_engine_options", lambda api, build: None)
     build = dataclasses.replace(BUILD, options=EngineOptions(builder_optimization_level=1))
     with pytest.raises(EngineBuildError, match="has no optimization levels; leave --builder-optimization-level out"):
         build_engine_dir(shards, tmp_path / "engines", build, api=api, workers=2)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
 from dspark_trt.plugins import kernels, library
 from dspark_trt.plugins.kernels import allocate_outputs, execute

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dspark_trt.builder.engine import Lowering
+from dspark_trt.builder.build_config import Lowering
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, network_io
 from dspark_trt.builder.network import TensorInfo
 from dspark_trt.plugins import library
