@@ -12,46 +12,44 @@ import logging
 import platform
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import tyro
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..plugins import tensorrt_api
 from ..plugins.library import TRT_LIBRARY_NAME, KernelUnavailableError, describe_library, load_library
 from ..plugins.op import OpError
-from . import engine, engine_dir
-from .checkpoint import Checkpoint, CheckpointError, ShardConfig, count_stages, read_shard_config
+from . import build_config
+from .build_config import BuildConfig
+from .checkpoint import Checkpoint, CheckpointError, count_stages, read_shard_config
 from .checkpoint.loading import REMAKE, rank_file_name
-from .checkpoint.sharding import convert_checkpoint, plan_conversion
-from .checkpoint.tensor_file import StoredTensor, read_header
-from .config import ConfigError, ModelConfig, Numerics, read_configs, to_dict
+from .checkpoint.sharding import plan_conversion, write_shards
+from .checkpoint.tensor_file import read_header
+from .config import ConfigError, ModelConfig, read_configs
 from .directories import NAMES, check_new, kind_of
-from .engine import BuildConfig, Lowering
-from .engine_dir import EngineDir, EngineDirError, build_engine_dir, check_build, network_kinds
+from .engine_dir import EngineDir, EngineDirError, check_build, network_kinds, write_engines
+from .estimates import estimate_build, estimate_conversion, weight_bytes
 from .interrupts import exit_status, raised_interrupts
+from .tables import config_table, facts_table, readable_duration, readable_size, shape_table, tensor_table
 
 USER_ERRORS = (
-    *(ConfigError, CheckpointError, EngineDirError, OpError, OSError, KernelUnavailableError),
-    *(tensorrt_api.TensorRTUnavailableError, tensorrt_api.EngineBuildError, tensorrt_api.EngineLoadError),
+    CheckpointError,
+    ConfigError,
+    EngineDirError,
+    KernelUnavailableError,
+    OpError,
+    OSError,
+    tensorrt_api.EngineBuildError,
+    tensorrt_api.EngineLoadError,
+    tensorrt_api.TensorRTUnavailableError,
 )
-CONVERT_BYTES_A_SECOND = 300e6
-"""Read, hashed and written on one core and an ordinary disk."""
-BUILD_COPIES = 5
-"""Copies of a network's weights in memory at the worst moment of an export and build, as measured."""
-BASE_BYTES = 1e9
-"""Memory of the interpreter, torch and TensorRT."""
-ENGINE_SECONDS = {Lowering.PLUGIN: 12, Lowering.NATIVE: 30}
-"""Export and build of a network of a few layers with TensorRT-RTX on two cores; weights come on top."""
-BUILD_BYTES_A_SECOND = 100e6
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -155,27 +153,29 @@ def _fail(errors: Console, message: str, status: int) -> int:
 
 
 def _convert(options: Convert, console: Console) -> None:
-    chosen: dict[str, Any] = {"tp_size": options.tp_size, "draft_only": options.draft_only}
-    chosen["allow_keys"] = options.allow_config_key
     check_new(options.output, CheckpointError)
-    plan = plan_conversion(options.checkpoint, **chosen)
+    plan = plan_conversion(
+        options.checkpoint,
+        tp_size=options.tp_size,
+        draft_only=options.draft_only,
+        allow_keys=options.allow_config_key,
+    )
+    estimate = estimate_conversion(plan)
     facts = {
         "tensors": len(plan.stored),
-        "read": _size(plan.source_bytes),
-        "written": f"{options.tp_size} x {_size(plan.rank_file_bytes)}",
-        "peak memory": _size(plan.peak_memory_bytes + BASE_BYTES),
-        "time": f"about {_duration((plan.source_bytes + plan.output_bytes) / CONVERT_BYTES_A_SECOND)}",
+        "read": readable_size(plan.source_bytes),
+        "written": f"{options.tp_size} x {readable_size(plan.rank_file_bytes)}",
+        "peak memory": readable_size(estimate.memory_bytes),
+        "time": f"about {readable_duration(estimate.seconds)}",
     }
-    console.print(_facts("conversion", facts))
+    console.print(facts_table("conversion", facts))
     if options.dry_run:
         return
     started = time.perf_counter()
     columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=plan.source_bytes)
-        convert_checkpoint(
-            options.checkpoint, options.output, **chosen, on_progress=lambda n: progress.advance(task, n)
-        )
+        write_shards(plan, options.output, lambda n: progress.advance(task, n))
     _next(console, started, f"dspark-build --checkpoint {options.output} --output ENGINES")
 
 
@@ -183,24 +183,25 @@ def _build(options: Build, console: Console) -> None:
     source = read_shard_config(options.checkpoint)
     options.build.checked(source.draft)  # before TensorRT is loaded, which may be missing as well
     api = tensorrt_api.load(options.product)
-    request = (options.checkpoint, options.output, options.build)
-    source, chosen, gpus = check_build(*request, api=api, workers=options.workers)
-    kinds = network_kinds(source)
+    checked = check_build(
+        options.checkpoint, options.output, options.build, api=api, workers=options.workers, source=source
+    )
+    chosen, kinds = checked.build, network_kinds(source)
     header = read_header(options.checkpoint / rank_file_name(0), REMAKE)
-    weights = {kind: _weight_bytes(kind, header.values(), chosen) for kind in kinds}
-    seconds = ENGINE_SECONDS[chosen.lowering] * len(kinds) + sum(weights.values()) / BUILD_BYTES_A_SECOND
+    weights = {kind: weight_bytes(kind, header.values(), chosen) for kind in kinds}
+    estimate = estimate_build(weights, chosen, source.tp_size)
     facts = {
         "TensorRT": str(api),
-        "GPUs": ", ".join(gpus),
+        "GPUs": ", ".join(checked.compute_capabilities),
         "ranks": source.tp_size,
         "lowering": f"{chosen.lowering.value}, {chosen.numerics.value} numerics, {chosen.dtype}",
-        **{f"{kind} engine": f"about {_size(size)} a rank" for kind, size in weights.items()},
-        "peak memory": f"about {_size(BUILD_COPIES * max(weights.values()) + BASE_BYTES)}",
-        "time": f"about {_duration(seconds * source.tp_size)}",
+        **{f"{kind} engine": f"about {readable_size(size)} a rank" for kind, size in weights.items()},
+        "peak memory": f"about {readable_size(estimate.memory_bytes)}",
+        "time": f"about {readable_duration(estimate.seconds)}",
     }
-    console.print(_facts("build", facts))
+    console.print(facts_table("build", facts))
     if options.dry_run:
-        console.print(*(_shapes(kind, source, chosen) for kind in kinds))
+        console.print(*(shape_table(kind, source, chosen) for kind in kinds))
         return
     started = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -210,7 +211,7 @@ def _build(options: Build, console: Console) -> None:
         def on_phase(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        build_engine_dir(*request, api=api, on_phase=on_phase, workers=options.workers)
+        write_engines(checked, on_phase)
         on_phase("engines")
     _next(console, started, f"mpirun -n {source.tp_size} python examples/run.py --engine-dir {options.output}")
 
@@ -236,7 +237,7 @@ def _inspect(options: Inspect, console: Console) -> None:
         checkpoint = Checkpoint(path)
         target, draft = read_configs(path, num_stages=count_stages(checkpoint.files))
         facts, tensors = {"what": "released checkpoint"}, checkpoint.find(checkpoint.files)
-    console.print(_facts(str(path), facts), _configs(target, draft), _tensors(tensors.values()))
+    console.print(facts_table(str(path), facts), config_table(target, draft), tensor_table(tensors.values()))
     return None
 
 
@@ -246,14 +247,14 @@ def _inspect_engines(opened: EngineDir, console: Console) -> None:
         "TensorRT": f"{opened.tensorrt['product']} {opened.tensorrt['version']}",
         "GPUs": ", ".join(opened.compute_capabilities),
         "ranks": opened.tp_size,
-        **engine.to_dict(opened.build),
+        **build_config.to_dict(opened.build),
         "plugins": ", ".join(f"{name} {version}" for name, version in opened.plugins.items()) or "none",
         "plugin ABI": opened.plugin_abi,
         "weights hash": opened.weights_hash,
     }
-    console.print(_facts(str(opened.path), facts), _configs(opened.target, opened.draft))
-    console.print(*(_shapes(kind, opened, opened.build) for kind in opened.kinds))
-    console.print(_facts("files", {name: _size(entry["bytes"]) for name, entry in opened.files.items()}))
+    console.print(facts_table(str(opened.path), facts), config_table(opened.target, opened.draft))
+    console.print(*(shape_table(kind, opened, opened.build) for kind in network_kinds(opened)))
+    console.print(facts_table("files", {name: readable_size(entry["bytes"]) for name, entry in opened.files.items()}))
 
 
 def _doctor(console: Console) -> None:
@@ -284,7 +285,7 @@ def _doctor(console: Console) -> None:
             usable[name] = "builds engines; runs none here, " + (f"not on {gpus[0]}" if gpus else "there is no GPU")
         else:
             usable[name] = "neither builds nor runs engines without a GPU"
-    console.print(_facts("this machine", facts), _facts("executors", usable))
+    console.print(facts_table("this machine", facts), facts_table("executors", usable))
 
 
 def _version(package: str) -> str:
@@ -296,80 +297,5 @@ def _version(package: str) -> str:
 
 def _next(console: Console, started: float, command: str) -> None:
     console.print(
-        f"done in {_duration(time.perf_counter() - started)}; next: {command}", soft_wrap=True, highlight=False
+        f"done in {readable_duration(time.perf_counter() - started)}; next: {command}", soft_wrap=True, highlight=False
     )
-
-
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", show_header=bool(columns))
-
-
-def _facts(title: str, facts: Mapping[str, Any]) -> Table:
-    table = _table(title)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(name, str(value))
-    return table
-
-
-def _configs(target: ModelConfig | None, draft: ModelConfig) -> Table:
-    columns = {"draft": to_dict(draft)} | ({"target": to_dict(target)} if target else {})
-    table = _table("configuration", "", *columns)
-    for name in dict.fromkeys(key for values in columns.values() for key in values):
-        table.add_row(name, *(str(values.get(name, "-")) for values in columns.values()))
-    return table
-
-
-def _tensors(tensors: Iterable[StoredTensor]) -> Table:
-    """Number and size of tensors by part of the model (layer, draft stage) and dtype."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for tensor in tensors:
-        parts = tensor.name.split(".")
-        key = (".".join(parts[: 2 if parts[0] in ("layers", "mtp") else 1]), tensor.dtype)
-        counts[key] += 1
-        sizes[key] += tensor.nbytes
-    table = _table("tensors", "part", "dtype", "number", "size")
-    for key, count in counts.items():
-        table.add_row(*key, str(count), _size(sizes[key]))
-    return table
-
-
-def _shapes(kind: engine_dir.Kind, source: ShardConfig | EngineDir, build: BuildConfig) -> Table:
-    """The inputs of an engine and what each profile takes."""
-    io = engine_dir.network_io(kind, source, build)
-    ranges = engine.dimension_ranges(kind, source.draft, build)
-    table = _table(f"{kind} engine", "input", "dtype", *ranges)
-    for info in io.inputs:
-        shapes = [
-            ", ".join(str(d) if isinstance(d, int) else f"{sizes[d][0]} to {sizes[d][2]}" for d in info.shape)
-            for sizes in ranges.values()
-        ]
-        table.add_row(info.name, str(info.dtype).removeprefix("torch."), *shapes)
-    return table
-
-
-def _weight_bytes(kind: engine_dir.Kind, tensors: Iterable[StoredTensor], build: BuildConfig) -> int:
-    """Bytes of a network's weights in its engine."""
-    wide = 4 if build.dtype == "float32" else 2
-    total = 0
-    for tensor in tensors:
-        part = tensor.name.split(".")[0]
-        if part in ("mtp", "embed", "head") if kind == "draft" else part != "mtp":
-            if build.numerics is Numerics.RELEASED or tensor.dtype != "I8":
-                total += tensor.nbytes
-            elif tensor.name.endswith(".weight"):  # FP4 codes are two a byte; the scales are gone
-                total += tensor.nbytes * wide * (2 if ".experts." in tensor.name else 1)
-    return total
-
-
-def _size(count: float) -> str:
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -24,13 +24,13 @@ from ..plugins.kernels import has_kernel
 from ..plugins.library import PLUGIN_ABI, find_library
 from ..plugins.registry import ALL_OPS
 from ..plugins.tensorrt_api import TensorRT
-from . import engine
+from . import build_config
+from .build_config import BuildConfig, Kind
 from .checkpoint import CheckpointError, ShardConfig, rank_file_name, read_shard_config
 from .checkpoint.loading import check_rank_files
 from .checkpoint.sharding import TOKENIZER_FILES
 from .config import ConfigError, DraftConfig, TargetConfig, networks_from_dict, to_dict
 from .directories import CONFIG_NAME, ENGINE_FORMAT, WEIGHTS, check_new, file_problems, new_directory, read_dir_header
-from .engine import BuildConfig, Kind
 from .engine_jobs import Job, build_file, build_in_workers, with_timing_cache
 from .json_values import read_value
 
@@ -49,7 +49,9 @@ _KEYS: dict[str, Any] = {
     "tensorrt": {"product": str, "version": str},
     "compute_capabilities": tuple[str, ...],
     "mapping": {"tp_size": int},
-    **dict.fromkeys(("target", "draft", "build"), Any),
+    "target": Any,
+    "draft": Any,
+    "build": Any,
     "build_sha256": str,
     "weights_hash": str,
     "plugin_abi": int,
@@ -94,10 +96,6 @@ class EngineDir:
     def tp_size(self) -> int:
         return self.mapping["tp_size"]
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        return ("draft", "target") if self.target else ("draft",)
-
     @classmethod
     def open(cls, path: Path | str) -> EngineDir:
         """Read the header and check that every file is there with its size; opens no plan.
@@ -114,7 +112,7 @@ class EngineDir:
         values = read_value(_KEYS, values, "", problems)
         values |= networks_from_dict(values, problems)
         try:
-            values["build"] = engine.from_dict(built)
+            values["build"] = build_config.from_dict(built)
         except ConfigError as error:
             problems.append(str(error))
         if not problems:
@@ -124,7 +122,7 @@ class EngineDir:
                 problems += [f"build: {line}" for line in str(error).splitlines()]
         if problems:
             raise EngineDirError(f"{header}: not a header of this version: {'; '.join(problems)}; {remedy}")
-        if values.pop("build_sha256") != engine.digest(built):
+        if values.pop("build_sha256") != build_config.digest(built):
             problems.append("the section build of config.json is not the one that was built")
         del values["format"], values["version"]
         opened = cls(path=path, **values)
@@ -133,7 +131,7 @@ class EngineDir:
         return opened
 
     def _problems(self) -> list[str]:
-        wanted = {engine_file_name(kind, rank) for kind in self.kinds for rank in range(self.tp_size)}
+        wanted = {engine_file_name(kind, rank) for kind in network_kinds(self) for rank in range(self.tp_size)}
         wanted |= {f"{WEIGHTS}/{rank_file_name(rank)}" for rank in range(self.tp_size)}
         problems = [] if self.tp_size > 0 else [f"mapping.tp_size is {self.tp_size}, expected at least 1"]
         problems += [f"{name} is not listed" for name in sorted(wanted - set(self.files))]
@@ -214,25 +212,55 @@ class EngineDir:
         return plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckedBuild:
+    """A build that may start: :func:`check_build` found nothing against it."""
+
+    shards: Path
+    source: ShardConfig
+    """What the shards hold."""
+    output: Path
+    build: BuildConfig
+    """Complete: :meth:`.BuildConfig.checked` has filled it in."""
+    api: TensorRT
+    workers: int
+    compute_capabilities: tuple[str, ...]
+    """GPUs that the plans will run on."""
+
+
 def check_build(
-    shards: Path, output: Path, build: BuildConfig, *, api: TensorRT, workers: int = 1
-) -> tuple[ShardConfig, BuildConfig, tuple[str, ...]]:
+    shards: Path,
+    output: Path,
+    build: BuildConfig,
+    *,
+    api: TensorRT,
+    workers: int = 1,
+    source: ShardConfig | None = None,
+) -> CheckedBuild:
     """Everything that refuses a build before it starts; reads no weights and writes nothing.
 
-    Returns:
-        What the shards hold, the complete build configuration, and the GPUs that plans will run on.
+    Args:
+        source: what the shards hold, where that was read already.
 
     Raises:
         As :func:`build_engine_dir`.
     """
     check_new(output, EngineDirError)
-    source = read_shard_config(shards)
+    source = source or read_shard_config(shards)
     build = build.checked(source.draft)
     if workers < 1:
         raise ConfigError(f"--workers is {workers}, expected at least 1; leave it out for one engine at a time")
-    engine.check_engine_draft(source.draft)
-    engine.check_engine_options(api, build)
-    return source, build, api.compute_capabilities(build.options.compute_capabilities)
+    build_config.check_engine_draft(source.draft)
+    build_config.check_engine_options(api, build)
+    return CheckedBuild(
+        shards=shards,
+        source=source,
+        output=output,
+        build=build,
+        api=api,
+        workers=workers,
+        compute_capabilities=api.compute_capabilities(build.options.compute_capabilities),
+    )
 
 
 def build_engine_dir(
@@ -256,24 +284,33 @@ def build_engine_dir(
         CheckpointError, ConfigError, EngineBuildError: from the shards, the configuration or TensorRT.
         EngineDirError: ``output`` is in use, or can't be made.
     """
-    source, build, capabilities = check_build(shards, output, build, api=api, workers=workers)
+    return write_engines(check_build(shards, output, build, api=api, workers=workers), on_phase)
+
+
+def write_engines(checked: CheckedBuild, on_phase: Callable[[str], None] = lambda phase: None) -> EngineDir:
+    """:func:`build_engine_dir` where the checks are done already."""
+    shards, source, build, api = checked.shards, checked.source, checked.build, checked.api
     check_rank_files(shards, source, source.rank_files)
     files: dict[str, dict[str, Any]] = {}
     plugins: set[str] = set()
-    with new_directory(output, EngineDirError) as partial:
+    with new_directory(checked.output, EngineDirError) as partial:
         for kind in network_kinds(source):
             (partial / kind).mkdir()
         with tempfile.TemporaryDirectory(dir=partial) as timing:
             jobs = [
                 Job(
-                    *(kind, rank, partial / engine_file_name(kind, rank), shards, source),
-                    with_timing_cache(build, api, Path(timing) / kind, rank),
+                    kind=kind,
+                    rank=rank,
+                    file=partial / engine_file_name(kind, rank),
+                    shards=shards,
+                    source=source,
+                    build=with_timing_cache(build, api, Path(timing) / kind, rank),
                 )
                 for rank in range(source.tp_size)
                 for kind in network_kinds(source)
             ]
-            if workers > 1:
-                built = build_in_workers(jobs, api, on_phase, workers)
+            if checked.workers > 1:
+                built = build_in_workers(jobs, api, on_phase, checked.workers)
             else:
                 built = {job.name: build_file(job, api, on_phase) for job in jobs}
             if build.options.output_timing_cache and not api.is_rtx:
@@ -295,12 +332,12 @@ def build_engine_dir(
             "format": ENGINE_FORMAT,
             "version": VERSION,
             "tensorrt": {"product": api.product, "version": api.version},
-            "compute_capabilities": list(capabilities),
+            "compute_capabilities": list(checked.compute_capabilities),
             "mapping": {"tp_size": source.tp_size},
             "target": source.target and to_dict(source.target),
             "draft": to_dict(source.draft),
-            "build": engine.to_dict(build),
-            "build_sha256": engine.digest(engine.to_dict(build)),
+            "build": build_config.to_dict(build),
+            "build_sha256": build_config.digest(build_config.to_dict(build)),
             "weights_hash": source.weights_hash,
             "plugin_abi": PLUGIN_ABI,
             "kernels": find_library() is not None and all(has_kernel(ALL_OPS[name]) for name in plugins),
@@ -308,7 +345,7 @@ def build_engine_dir(
             "files": files,
         }
         (partial / CONFIG_NAME).write_text(json.dumps(header, indent=2) + "\n")
-    return EngineDir.open(output)
+    return EngineDir.open(checked.output)
 
 
 def network_io(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig) -> NetworkIO:
@@ -324,8 +361,8 @@ def network_io(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig) 
     return draft_io(source.draft, context, slots=build.max_batch_size, sampling=build.sampling)
 
 
-def network_kinds(source: ShardConfig) -> tuple[Kind, ...]:
-    """The networks that a shard directory holds."""
+def network_kinds(source: ShardConfig | EngineDir) -> tuple[Kind, ...]:
+    """The networks that a shard or an engine directory holds."""
     return ("draft", "target") if source.target else ("draft",)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..plugins.tensorrt_api import TensorRT
 from . import engine
+from .build_config import BuildConfig, Kind, Lowering
 from .checkpoint import ShardConfig
-from .engine import BuildConfig, Kind, Lowering
 
 Built = tuple[dict[str, Any], set[str]]
 """What the directory says of a plan's file, and the plugins in it."""

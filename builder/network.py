@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .build_config import BuildConfig, Kind
 from .checkpoint.loading import load_shard, rank_file_name, read_shard_config
 from .checkpoint.tensor_file import CheckpointError
 from .config import DraftConfig, TargetConfig
-from .engine import BuildConfig, Kind
 from .model.context import BuildContext, ignore
 from .model.draft import DraftModel
 from .model.markov import MarkovOptions

@@ -22,7 +22,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from ..plugins.op import DOMAIN, OPSET, Op, decode_attributes
+from ..plugins.op import DOMAIN, OPSET, Op, decode_attributes, node_attributes
 from ..plugins.registry import ALL_OPS
 from .model.draft import DraftModel
 from .network import Network, TensorInfo
@@ -170,8 +170,7 @@ def _attach_functions(model: onnx.ModelProto, activation: torch.dtype) -> dict[s
         if node.domain != DOMAIN:
             continue
         op = ALL_OPS[node.op_type]
-        values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        decoded = decode_attributes(op, {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()})
+        decoded = decode_attributes(op, node_attributes(node))
         if attributes.setdefault(op.name, decoded) != decoded:
             raise ExportError(
                 f"node {node.name}: {op.name} has attributes {decoded}, another node of the model has "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from _runners import SessionRunner
-from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.builder.network import Kind
 from dspark_trt.plugins.tensorrt_api import TensorRT

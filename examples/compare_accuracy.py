@@ -52,10 +52,10 @@ from _common import REFUSALS, Text, check_output, open_engine_dir, read_prompts,
 from _comparison import OutputResult, as_numpy, compare_results
 from _engines import TENSORRT, Engines, open_engines
 from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
+from dspark_trt.builder.build_config import BuildConfig, Lowering
 from dspark_trt.builder.checkpoint import ShardConfig, convert_checkpoint, rank_file_name, read_shard_config
 from dspark_trt.builder.cli import USER_ERRORS
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir
 from dspark_trt.builder.network import Kind, load_network
 from dspark_trt.builder.onnx_export import export_network

@@ -42,10 +42,10 @@ from typing import Literal
 import torch
 import tyro
 from _common import check_output, read_text
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import Checkpoint, convert_checkpoint, count_stages, read_shard_config
 from dspark_trt.builder.cli import USER_ERRORS
 from dspark_trt.builder.config import DraftConfig, Numerics, TargetConfig, read_configs
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import Network, load_network
 from dspark_trt.builder.onnx_export import Probes
 from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
@@ -57,8 +57,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 STAGE_TENSORS = (
-    *("context_kv", "attn_in", "attn_out", "ffn_in", "ffn_out", "mid_streams", "streams"),
-    *("attn_pre", "attn_post", "ffn_pre", "ffn_post", "attn_comb", "ffn_comb"),
+    "context_kv",
+    "attn_in",
+    "attn_out",
+    "ffn_in",
+    "ffn_out",
+    "mid_streams",
+    "streams",
+    "attn_pre",
+    "attn_post",
+    "ffn_pre",
+    "ffn_post",
+    "attn_comb",
+    "ffn_comb",
 )
 
 

@@ -79,10 +79,8 @@ def has_kernel(op: Op) -> bool:
 def kernel_scope() -> Iterator[None]:
     """Run operations on CUDA tensors by kernel inside the ``with`` block.
 
-    An operation that the library does not implement runs as its reference; :func:`has_kernel` tells.
-
     Raises:
-        KernelUnavailableError: there is no usable library.
+        KernelUnavailableError: there is no usable library; inside of the block, it lacks an operation.
     """
     load_library()
     with executor_scope(execute):
@@ -94,10 +92,10 @@ def execute(op: Op, attributes: Any, tensors: Sequence[Tensor], bindings: Mappin
 
     Raises:
         OpError: a tensor is not contiguous.
-        KernelUnavailableError: the tensors are on a GPU, and there is no usable library.
+        KernelUnavailableError: the tensors are on a GPU, and there is no usable library, or it lacks this operation.
         KernelError: the kernel refused the call.
     """
-    if not tensors[0].is_cuda or not has_kernel(op):
+    if not tensors[0].is_cuda:
         return op.reference(attributes, *tensors)
     device, activation = tensors[0].device, bindings.get("T", torch.float32)
     specs, inputs = op.outputs(attributes), op.inputs(attributes)
@@ -132,7 +130,9 @@ def _function(name: str) -> Any:
     try:
         function = getattr(library, name)
     except AttributeError:
-        raise KernelUnavailableError(f"{library._name} has no {name}; build it again from cpp_plugins") from None
+        raise KernelUnavailableError(
+            f"{library._name} has no {name}, expected one for every operation; build it again from cpp_plugins"
+        ) from None
     if name.endswith("_workspace"):
         function.restype = ctypes.c_size_t
         return lambda params: function(ctypes.byref(params))

@@ -41,7 +41,7 @@ def load_library() -> ctypes.CDLL:
     if path is None:
         raise KernelUnavailableError(
             f"{LIBRARY_NAME} was not found, and the CUDA kernels live in it; install again where nvcc and cmake are "
-            "found, build it from cpp_plugins, or use the torch backend, which runs the operations without it"
+            "found, build it from cpp_plugins, or pass --device cpu, where operations run as their references"
         )
     try:
         library = ctypes.CDLL(str(path))

@@ -237,6 +237,12 @@ def encode_attributes(attributes: Any) -> dict[str, Any]:
     return encoded
 
 
+def node_attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """Name -> value of an ONNX node's attributes, texts as str."""
+    values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
 def decode_attributes(op: Op, values: dict[str, Any]) -> Any:
     """Rebuild an op's attributes from name -> value; every field must be there with its own type.
 

@@ -97,13 +97,17 @@ class TensorRT:
 
     @contextmanager
     def messages(self) -> Iterator[None]:
-        """Forget TensorRT's error messages after the block; those of a block that succeeds become warnings."""
-        self.log.errors.clear()
+        """Keep TensorRT's errors of the block for an exception's text; those of a block that succeeds become warnings.
+
+        An error outside of such blocks is logged as an error at once.
+        """
+        self.log.keeps_errors = True
         try:
             yield
             for message in self.log.errors:
                 logger.warning("%s: %s", self.product, message)
         finally:
+            self.log.keeps_errors = False
             self.log.errors.clear()
 
     @contextmanager
@@ -154,6 +158,14 @@ class TensorRT:
                 f"not for {', '.join(requested)}; build on such a GPU or leave --compute-capabilities out"
             )
         return here
+
+    def option_problem(self, options: EngineOptions) -> str:
+        """Why the product does not take ``options``, and what helps; empty if it does."""
+        if self.is_rtx and (options.input_timing_cache or options.output_timing_cache):
+            return f"{self} times kernels where the plan runs; leave the timing cache options out"
+        if self.is_rtx and options.builder_optimization_level is not None:
+            return f"{self} has no optimization levels; leave --builder-optimization-level out"
+        return ""
 
     def parse(self, model: bytes, path: Path) -> ParsedNetwork:
         """Parse an ONNX model into a network, strongly typed but in TensorRT 8.
@@ -207,12 +219,21 @@ class TensorRT:
         return RuntimeCache(self.module, engine, path) if self.is_rtx else None
 
     def combined_timing_caches(self, caches: Sequence[bytes]) -> bytes:
-        """One timing cache with what is in all of ``caches``, which were written on this machine."""
-        config = self.module.Builder(self.log).create_builder_config()
-        combined, *others = (config.create_timing_cache(cache) for cache in caches)
-        for other in others:
-            combined.combine(other, ignore_mismatch=False)
-        return bytes(combined.serialize())
+        """One timing cache with what is in all of ``caches``, which were written on this machine.
+
+        Raises:
+            EngineBuildError: TensorRT does not take them together.
+        """
+        with self.messages():
+            config = self.module.Builder(self.log).create_builder_config()
+            combined, *others = (config.create_timing_cache(cache) for cache in caches)
+            for other in others:
+                if not combined.combine(other, ignore_mismatch=False):
+                    raise EngineBuildError(
+                        f"{self} can't combine the timing caches of the {len(caches)} networks, expected them to be of "
+                        f"one GPU and TensorRT; {self.said()}; leave --output-timing-cache out"
+                    )
+            return bytes(combined.serialize())
 
     def context_bytes(self, engine: Any) -> int:
         """Bytes of device memory that an execution context of ``engine`` takes."""
@@ -291,6 +312,8 @@ class ParsedNetwork:
             return bytes(plan)
 
     def _set_target(self, config: Any, options: EngineOptions) -> None:
+        if problem := self.api.option_problem(options):
+            raise EngineBuildError(problem)
         start = options.input_timing_cache
         targets = self.api.compute_capabilities(options.compute_capabilities)
         if not self.api.is_rtx:
@@ -300,10 +323,6 @@ class ParsedNetwork:
             if not config.set_timing_cache(cache, ignore_mismatch=False):
                 raise EngineBuildError(f"{start} was written for another GPU or TensorRT; leave it out")
             return
-        if start or options.output_timing_cache:
-            raise EngineBuildError(f"{self.api} times kernels where the plan runs; leave the timing cache options out")
-        if options.builder_optimization_level is not None:
-            raise EngineBuildError(f"{self.api} has no optimization levels; leave builder_optimization_level out")
         config.num_compute_capabilities = len(targets)
         for index, target in enumerate(targets):
             member = getattr(self.api.module.ComputeCapability, "SM" + target.replace(".", ""))
@@ -377,19 +396,26 @@ def _node_of(error: Any, model: bytes) -> str:
 
 
 def _make_log(module: Any) -> Any:
-    """A TensorRT logger that keeps errors for the exception's text and forwards the rest to ``logging``."""
+    """A TensorRT logger that forwards to ``logging``, and keeps the errors of an open ``messages`` block.
+
+    What it says below an error is forwarded at level debug: TensorRT's warnings are about its own steps.
+    """
 
     class Log(module.ILogger):
         def __init__(self) -> None:
             module.ILogger.__init__(self)
+            self.keeps_errors = False
             self.errors: list[str] = []
             self.watched: dict[str, list[str]] = {}
 
         def log(self, severity: Any, message: str) -> None:
             if severity.name in ("ERROR", "INTERNAL_ERROR"):
-                self.errors.append(message)
                 for prefix, found in self.watched.items():
                     found += [message] if message.startswith(prefix) else []
+                if not self.keeps_errors:
+                    logger.error("TensorRT: %s", message)
+                    return
+                self.errors.append(message)
             logger.debug("%s: %s", severity.name, message)
 
     return Log()

@@ -26,8 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..builder.build_config import BuildConfig
 from ..builder.config import DraftConfig, TargetConfig
-from ..builder.engine import BuildConfig, dimension_ranges
+from ..builder.engine import dimension_ranges
 from .communicator import Communicator
 from .costs import CostTable, IdleSteps
 from .host_step import Deliver, HostStep, Span, compare_ranks

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from ..builder.build_config import Kind
 from ..builder.checkpoint import rank_file_name
 from ..builder.config import TargetConfig
-from ..builder.engine import Kind
 from ..builder.engine_dir import WEIGHTS, EngineDir, engine_file_name
 from ..builder.model.draft import DraftModel
 from ..builder.network import load_network

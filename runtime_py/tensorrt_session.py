@@ -298,7 +298,7 @@ def open_session(
     """
     import torch
 
-    from ..builder.engine import Lowering
+    from ..builder.build_config import Lowering
     from ..builder.engine_dir import engine_file_name, network_io
     from ..plugins.registry import ALL_OPS
     from ..plugins.trt_plugin import registered_creators

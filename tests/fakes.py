@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.config import parse_configs
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import NetworkIO, TensorInfo
 from dspark_trt.plugins.markov_sampling import MARKOV_SAMPLING
 from dspark_trt.runtime_py.communicator import SingleProcess

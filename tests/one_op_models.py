@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 import torch
-from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.network import TensorInfo
 from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import op as ops

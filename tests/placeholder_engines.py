@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from dspark_trt.builder import engine_dir, engine_jobs
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import convert_checkpoint
-from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.plugins.tensorrt_api import EngineOptions
 
 from tests.example_scripts import CHECKPOINT
 
@@ -22,6 +23,9 @@ class NoTensorRT:
 
     def compute_capabilities(self, requested: tuple[str, ...]) -> tuple[str, ...]:
         return requested or ("8.9",)
+
+    def option_problem(self, options: EngineOptions) -> str:
+        return ""
 
 
 def make_engines(root: Path, tp_size: int, **build: Any) -> Path:

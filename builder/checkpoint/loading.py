@@ -32,7 +32,12 @@ REMAKE = "copy it again, or run dspark-convert (and dspark-build) again"
 
 _FILE: Any = {"bytes": int, "sha256": str}
 _KEYS: dict[str, Any] = {
-    **{"version": int, "format": str, "target": Any, "draft": Any, "mapping": {"tp_size": int}, "weights_hash": str},
+    "version": int,
+    "format": str,
+    "target": Any,
+    "draft": Any,
+    "mapping": {"tp_size": int},
+    "weights_hash": str,
     "rank_files": Mapping[str, _FILE],
 }
 
@@ -124,7 +129,7 @@ def load_shard(
         model: a network on real storage, on any device. Weights that it holds as floating-point numbers
             where the shard has bytes are dequantised in float32 and rounded once to the parameter's dtype.
         path: ``rank{r}.safetensors`` in a shard directory.
-        network: ``draft`` takes ``mtp.*``, the embedding and the head; ``target`` takes all but ``mtp.*``.
+        network: takes the tensors that :func:`is_part` says.
         check_bytes: compare the whole file with what was written; False where that was done already.
 
     Raises:
@@ -137,7 +142,7 @@ def load_shard(
     if check_bytes:
         check_rank_files(path.parent, config, [path.name])
     block = config.draft.weight_block_size
-    stored = {name: t for name, t in read_header(path, REMAKE).items() if _is_part(name, network)}
+    stored = {name: t for name, t in read_header(path, REMAKE).items() if is_part(name, network)}
     parameters = model.state_dict()
     scales = {
         name: name.removesuffix(".weight") + ".scale"
@@ -150,7 +155,7 @@ def load_shard(
         source, parameter = stored[name].read(), parameters[name]
         if name not in scales:
             parameter.copy_(source)
-        elif _is_fp4(name):
+        elif is_fp4(name):
             # One expert at a time: the float32 values of all would be eight times the stored bytes.
             for expert, packed, scale in zip(parameter, source, stored[scales[name]].read(), strict=True):
                 expert.copy_(dequantize_fp4(packed, scale))
@@ -160,12 +165,13 @@ def load_shard(
             raise CheckpointError(f"{path}: {name} has values beyond float16's 65504; use bfloat16 or float32")
 
 
-def _is_part(name: str, network: str) -> bool:
+def is_part(name: str, network: Literal["draft", "target"]) -> bool:
+    """Whether a tensor of a rank shard belongs to ``network``; embedding and head belong to both."""
     owner = name.split(".")[0]
     return owner in ("mtp", "embed", "head") if network == "draft" else owner != "mtp"
 
 
-def _is_fp4(name: str) -> bool:
+def is_fp4(name: str) -> bool:
     """Whether ``name`` is a weight of the routed experts; shared experts are FP8."""
     return "experts" in name.split(".")
 
@@ -186,7 +192,7 @@ def _differences(
         if name not in scales:
             if not _converts(source, parameter, dequantized=bool(scales)):
                 yield f"{name} is {source.dtype} in the shard, the model's {parameter.dtype} can't hold it"
-        elif _is_fp4(name):
+        elif is_fp4(name):
             shape = (*shape[:-1], 2 * shape[-1])
             scaled, kind = (*shape[:-1], shape[-1] // FP4_BLOCK), "FP4"
         else:

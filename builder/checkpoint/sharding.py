@@ -130,6 +130,11 @@ def convert_checkpoint(
     """
     check_new(output, CheckpointError)
     plan = plan_conversion(checkpoint, tp_size=tp_size, draft_only=draft_only, allow_keys=allow_keys)
+    write_shards(plan, output, on_progress)
+
+
+def write_shards(plan: ConversionPlan, output: Path, on_progress: Callable[[int], None] | None = None) -> None:
+    """:func:`convert_checkpoint` where the plan is made already."""
     with new_directory(output, CheckpointError) as partial:
         if (free := shutil.disk_usage(partial).free) < plan.output_bytes:
             raise CheckpointError(
@@ -139,14 +144,14 @@ def convert_checkpoint(
         ShardConfig(
             target=plan.target,
             draft=plan.draft,
-            tp_size=tp_size,
+            tp_size=plan.tp_size,
             weights_hash=digest,
             # Read once more: the tensors came in another order than they lie in.
-            rank_files=rank_file_facts(partial, [rank_file_name(rank) for rank in range(tp_size)]),
+            rank_files=rank_file_facts(partial, [rank_file_name(rank) for rank in range(plan.tp_size)]),
         ).write(partial)
         for name in TOKENIZER_FILES:
-            if (checkpoint / name).is_file():
-                shutil.copyfile(checkpoint / name, partial / name)
+            if (plan.checkpoint / name).is_file():
+                shutil.copyfile(plan.checkpoint / name, partial / name)
 
 
 def _rank_tensors(entries: Mapping[str, TensorEntry], tp_size: int) -> dict[str, TensorInfo]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.plugins.tensorrt_api import EngineOptions
 from dspark_trt.runtime_py.session import Session, make_caches, make_outputs

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from dspark_trt.builder.build_config import Kind, Lowering
 from dspark_trt.builder.checkpoint import read_shard_config
-from dspark_trt.builder.engine import Kind, Lowering, build_engine, dimension_ranges, profiles_for
+from dspark_trt.builder.engine import build_engine, dimension_ranges, profiles_for
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import export_network
 from dspark_trt.plugins.kernels import kernel_scope

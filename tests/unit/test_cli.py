@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dspark_trt.builder import cli, network, onnx_export
+from dspark_trt.builder.checkpoint import index, loading
 from dspark_trt.builder.config import ConfigError
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError
+from dspark_trt.builder.tables import readable_size
 from dspark_trt.plugins import tensorrt_api
 
 from tests.one_op_models import stand_in_export
@@ -124,6 +127,26 @@ def test_build_writes_engines_and_the_next_step(
     ):
         assert part in printed
     assert "anchor_ids │ int32 │ 1 to 3 │ 1 to 3" in printed
+
+
+@pytest.mark.usefixtures("exporter")
+def test_headers_are_read_once(released: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a released checkpoint are many and large; what is printed and what is done come of one reading."""
+    read: list[Path] = []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(path: Path, *rest: Any, **options: Any) -> Any:
+            read.append(path)
+            return function(path, *rest, **options)
+
+        return counted
+
+    monkeypatch.setattr(index, "read_header", counting(index.read_header))
+    assert cli.convert(["--checkpoint", str(released), "--output", str(tmp_path / "shards")]) == 0
+    assert sorted(read) == sorted({*read}) == sorted(released.glob("*.safetensors"))
+    monkeypatch.setattr(loading, "read_dir_header", counting(loading.read_dir_header))
+    assert cli.build(["--checkpoint", str(shards), "--output", str(tmp_path / "o"), "--product", "tensorrt_rtx"]) == 0
+    assert read.count(shards) == 1
 
 
 def test_a_released_checkpoint_becomes_an_engine(
@@ -303,7 +326,10 @@ def test_a_directory_of_another_kind_is_named_with_the_command_that_takes_it(
 
 @pytest.mark.parametrize("size", [0, 999, 1000, 2_500_000, 7e12])
 def test_sizes_are_readable(size: float) -> None:
-    assert cli._size(size) == {0: "0 bytes", 999: "999 bytes", 1000: "1.0 kB", 2.5e6: "2.5 MB", 7e12: "7000.0 GB"}[size]
+    assert (
+        readable_size(size)
+        == {0: "0 bytes", 999: "999 bytes", 1000: "1.0 kB", 2.5e6: "2.5 MB", 7e12: "7000.0 GB"}[size]
+    )
 
 
 def test_the_installed_command_returns_the_status() -> None:

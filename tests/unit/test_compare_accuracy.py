@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import Kind, load_network
 from dspark_trt.plugins.op import Op
 from dspark_trt.plugins.registry import ALL_OPS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dspark_trt.builder.engine import BuildConfig
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.requests import RequestError
 from dspark_trt.runtime_py.watchdog import Progress

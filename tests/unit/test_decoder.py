@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import Network, NetworkIO, load_network
 from dspark_trt.plugins.markov_sampling import DRAFT_SALT
 from dspark_trt.runtime_py.communicator import SingleProcess

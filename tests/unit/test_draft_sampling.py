@@ -11,8 +11,8 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig, check_engine_draft
 from dspark_trt.builder.config import ConfigError, Numerics
-from dspark_trt.builder.engine import BuildConfig, check_engine_draft
 from dspark_trt.builder.model.markov import MarkovOptions
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import ExportError, export_network

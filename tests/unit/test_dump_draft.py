@@ -10,9 +10,9 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import Probes, export_network
 from dspark_trt.runtime_py import decoder, verification

@@ -13,15 +13,10 @@ import onnx.inliner
 import onnx.parser
 import pytest
 import torch
-from dspark_trt.builder import engine
+from dspark_trt.builder import build_config, engine
+from dspark_trt.builder.build_config import BuildConfig, Lowering
 from dspark_trt.builder.config import ConfigError, DraftConfig, Numerics, parse_configs
-from dspark_trt.builder.engine import (
-    BuildConfig,
-    Lowering,
-    build_engine,
-    dimension_ranges,
-    profiles_for,
-)
+from dspark_trt.builder.engine import build_engine, dimension_ranges, profiles_for
 from dspark_trt.builder.network import TensorInfo
 from dspark_trt.plugins import tensorrt_api
 from dspark_trt.plugins.profiles import ShapeRangeError, check_shapes
@@ -276,11 +271,11 @@ def test_all_bad_values_are_reported_at_once(draft: DraftConfig) -> None:
 def test_a_build_configuration_survives_json(draft: DraftConfig) -> None:
     build = BuildConfig(lowering=Lowering.NATIVE, numerics=Numerics.DEQUANTIZED, dtype="float16", max_seq_len=99)
     build = build.checked(draft)
-    values = engine.to_dict(build)
-    assert engine.from_dict(values) == build
+    values = build_config.to_dict(build)
+    assert build_config.from_dict(values) == build
     for wrong in ({**values, "more": 1}, {k: v for k, v in values.items() if k != "dtype"}):
         with pytest.raises(ConfigError, match=r"^build: unknown keys .* missing keys"):
-            engine.from_dict(wrong)
+            build_config.from_dict(wrong)
 
 
 def test_the_table_of_operations_cannot_be_changed() -> None:
@@ -302,7 +297,7 @@ def test_the_table_of_operations_cannot_be_changed() -> None:
 def test_a_build_configuration_of_other_types_is_refused(key: str, value: object, expected: str) -> None:
     """Of a header that was edited: key, value and what was expected."""
     with pytest.raises(ConfigError) as caught:
-        engine.from_dict({**engine.to_dict(BuildConfig()), key: value})
+        build_config.from_dict({**build_config.to_dict(BuildConfig()), key: value})
     assert str(caught.value) == f"build.{key} is {expected}"
 
 
@@ -317,13 +312,13 @@ def test_a_build_configuration_of_other_types_is_refused(key: str, value: object
 def test_options_that_tensorrt_rtx_has_not_are_refused(options: dict[str, Any], message: str) -> None:
     build = BuildConfig(options=EngineOptions(**options))
     with pytest.raises(ConfigError, match=message):
-        engine.check_engine_options(fake_api("1.7.1.116", "tensorrt_rtx"), build)
+        build_config.check_engine_options(fake_api("1.7.1.116", "tensorrt_rtx"), build)
 
 
 def test_a_timing_cache_that_is_not_there_is_refused(tmp_path: Path) -> None:
     api, given = fake_api("10.14.1.48"), tmp_path / "cache"
     build = BuildConfig(options=EngineOptions(input_timing_cache=given))
     with pytest.raises(ConfigError, match="cache: not found; leave it out to start anew"):
-        engine.check_engine_options(api, build)
+        build_config.check_engine_options(api, build)
     given.touch()
-    engine.check_engine_options(api, build)
+    build_config.check_engine_options(api, build)

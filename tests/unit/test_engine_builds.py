@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dspark_trt.builder import engine, engine_jobs
+from dspark_trt.builder import build_config, engine, engine_jobs
+from dspark_trt.builder.build_config import BuildConfig, Lowering
 from dspark_trt.builder.checkpoint import CheckpointError, convert_checkpoint
 from dspark_trt.builder.config import ConfigError, Numerics
-from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import EngineDirError, build_engine_dir
 from dspark_trt.builder.onnx_export import ExportedModel
 from dspark_trt.plugins import tensorrt_api
@@ -87,7 +87,9 @@ def test_types_that_tensorrt_8_has_not_are_refused_before_the_export(
 )
 def test_types_that_a_tensorrt_has_are_built(version: str, product: str, dtypes: tuple[Any, ...]) -> None:
     for dtype in dtypes:
-        engine.check_engine_options(fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype))
+        build_config.check_engine_options(
+            fake_api(version, product), BuildConfig(numerics=Numerics.DEQUANTIZED, dtype=dtype)
+        )
 
 
 class Cache:
@@ -96,9 +98,10 @@ class Cache:
     def __init__(self, content: bytes):
         self.content = content
 
-    def combine(self, other: Cache, ignore_mismatch: bool) -> None:
+    def combine(self, other: Cache, ignore_mismatch: bool) -> bool:
         assert not ignore_mismatch
         self.content += other.content
+        return b"other GPU" not in other.content
 
     def serialize(self) -> bytes:
         return self.content
@@ -141,6 +144,16 @@ def test_ranks_start_from_what_rank_0_timed(
     assert not [path for path in opened.path.iterdir() if path.name.startswith("tmp")]
 
 
+def test_timing_caches_that_do_not_combine_are_an_error() -> None:
+    """Otherwise a part of them would be written as the whole."""
+    api, config = fake_api("10.14.1.48"), SimpleNamespace(create_timing_cache=Cache)
+    api.module.Builder = lambda log: SimpleNamespace(create_builder_config=lambda: config)
+    assert api.combined_timing_caches([b"a", b"b", b"c"]) == b"abc"
+    message = "tensorrt 10.14.1.48 can't combine the timing caches of the 3 networks.*leave --output-timing-cache out"
+    with pytest.raises(EngineBuildError, match=message):
+        api.combined_timing_caches([b"a", b"other GPU", b"c"])
+
+
 def test_several_workers_build_all_engines(api: TensorRT, shards: Path, tmp_path: Path) -> None:
     """In processes of their own, which export and load TensorRT anew."""
     phases: list[str] = []
@@ -156,9 +169,9 @@ def test_a_worker_that_fails_says_why(
     api: TensorRT, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault that shows itself only where TensorRT builds."""
-    monkeypatch.setattr(engine, "check_engine_options", lambda api, build: None)
+    monkeypatch.setattr(build_config, "check_engine_options", lambda api, build: None)
     build = dataclasses.replace(BUILD, options=EngineOptions(builder_optimization_level=1))
-    with pytest.raises(EngineBuildError, match="has no optimization levels; leave builder_optimization_level out"):
+    with pytest.raises(EngineBuildError, match="has no optimization levels; leave --builder-optimization-level out"):
         build_engine_dir(shards, tmp_path / "engines", build, api=api, workers=2)
     assert not (tmp_path / "engines").exists() and not list(tmp_path.glob(".engines*"))
 

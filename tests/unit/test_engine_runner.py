@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig, Lowering
 from dspark_trt.builder.config import ConfigError, Numerics
-from dspark_trt.builder.engine import BuildConfig, Lowering
 from dspark_trt.builder.engine_dir import WEIGHTS, EngineDir
 from dspark_trt.builder.network import Kind, NetworkIO, TensorInfo, load_network
 from dspark_trt.runtime_py import backend

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.timeout(120)
 SLOW_CONVERSION = """
 import sys, time
 from dspark_trt.builder import cli
-convert = cli.convert_checkpoint
-def slowly(*arguments, on_progress, **options):
+write = cli.write_shards
+def slowly(plan, output, on_progress):
     def wait(done):
         on_progress(done)
         print("under way", flush=True)
         time.sleep(0.2)
-    return convert(*arguments, on_progress=wait, **options)
-cli.convert_checkpoint = slowly
+    write(plan, output, wait)
+cli.write_shards = slowly
 sys.exit(cli.convert())
 """
 BUILD = "import sys; from dspark_trt.builder import cli; sys.exit(cli.build())"

@@ -6,18 +6,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
 from dspark_trt.builder.config import Numerics, parse_configs
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.model.attention import LatentAttention
 from dspark_trt.builder.model.context import BuildContext
 from dspark_trt.builder.network import load_network
-from dspark_trt.plugins.kernels import allocate_outputs
+from dspark_trt.plugins import kernels, library
+from dspark_trt.plugins.kernels import allocate_outputs, execute
+from dspark_trt.plugins.library import KernelUnavailableError
 from dspark_trt.plugins.op import Op, executor_scope
 from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.decoder import Decoder, Execution
@@ -28,6 +31,7 @@ from dspark_trt.runtime_py.slots import SlotState
 from dspark_trt.runtime_py.verification import BlockVerification, StandardRejection
 from torch import Tensor
 
+from tests.op_examples import LABELS, example
 from tests.released import tiny_config, write_checkpoint
 
 
@@ -150,3 +154,30 @@ def test_steps_need_nothing_from_the_host(variant: str, numerics: Numerics, meth
         step._host_report = torch.empty_like(step._report)  # the one copy that goes to the host
         for part in (step.target, step.verify, step.draft):
             part()
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_an_operation_without_its_kernel_is_refused_on_a_gpu(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an older library, say; the reference would give what nobody asked for, at a fraction of the speed."""
+    monkeypatch.setattr(kernels, "load_library", lambda: SimpleNamespace(_name="old.so"))
+    call = example(label, torch.float32)
+    bindings = call.op.bind(call.values, call.tensors)
+    execute(call.op, call.values, call.tensors, bindings)
+    with pytest.raises(KernelUnavailableError, match=r"old\.so has no dspark_\w+, expected one for .* build it again"):
+        execute(call.op, call.values, [t.as_subclass(OnGpu) for t in call.tensors], bindings)
+
+
+def test_a_gpu_without_the_library_is_told_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sessions on a GPU are who meets it."""
+    monkeypatch.setattr(library, "find_library", lambda: None)
+    library.load_library.cache_clear()
+    with pytest.raises(
+        KernelUnavailableError, match=r"was not found.*pass --device cpu, where operations run as their"
+    ):
+        library.load_library()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import load_shard, rank_file_name
 from dspark_trt.builder.config import ConfigError, DraftConfig, Numerics
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.model.context import BuildContext
 from dspark_trt.builder.model.draft import DraftModel
 from dspark_trt.builder.model.markov import MarkovOptions

@@ -14,9 +14,10 @@ import onnx.parser
 import onnxruntime
 import pytest
 from dspark_trt.builder import engine
+from dspark_trt.builder.build_config import BuildConfig, Kind, Lowering
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import BuildConfig, Kind, Lowering, build_engine
+from dspark_trt.builder.engine import build_engine
 from dspark_trt.builder.network import load_network
 from dspark_trt.builder.onnx_export import ExportedModel, export_network
 from dspark_trt.builder.onnx_lowering import add_activations, lower_to_opset17

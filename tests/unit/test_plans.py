@@ -11,17 +11,11 @@ import onnxruntime
 import pytest
 import torch
 from dspark_trt.builder import onnx_export
+from dspark_trt.builder.build_config import BuildConfig, Kind, Lowering
 from dspark_trt.builder.checkpoint import read_shard_config
 from dspark_trt.builder.checkpoint.sharding import convert_checkpoint
 from dspark_trt.builder.config import Numerics
-from dspark_trt.builder.engine import (
-    BuildConfig,
-    Kind,
-    Lowering,
-    build_engine,
-    dimension_ranges,
-    profiles_for,
-)
+from dspark_trt.builder.engine import build_engine, dimension_ranges, profiles_for
 from dspark_trt.builder.network import Network, load_network
 from dspark_trt.builder.onnx_export import ExportedModel, ExportError, export_network
 from dspark_trt.plugins import tensorrt_api

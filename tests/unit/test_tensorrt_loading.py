@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from dspark_trt.builder.engine import Lowering
+from dspark_trt.builder.build_config import Lowering
 from dspark_trt.builder.engine_dir import EngineDir, EngineDirError, network_io
 from dspark_trt.builder.network import TensorInfo
 from dspark_trt.plugins import library
@@ -210,6 +210,21 @@ def test_what_a_plugin_found_wrong_is_said_once_and_first(engine_dirs: Callable[
     with pytest.raises(EngineLoadError) as caught:
         open_session(engine_dirs(1), "draft", 0, refusing("no plan", fault))
     assert f"; it said: {fault}; no plan; build it again on this machine" in str(caught.value)
+
+
+def test_errors_outside_of_calls_are_logged_as_errors(caplog: pytest.LogCaptureFixture) -> None:
+    """No exception will tell them; the next call's must not either. Those of a call that succeeds are warnings."""
+    api = fake_api()
+    api.log.log(Severity.ERROR, "between")
+    api.log.log(Severity.WARNING, "chatter")
+    with api.messages():
+        api.log.log(Severity.ERROR, "within")
+        assert api.error_text() == "within"
+    with pytest.raises(EngineLoadError), api.messages():
+        api.log.log(Severity.ERROR, "raised")
+        raise EngineLoadError(api.error_text())
+    shown = [(r.levelname, r.getMessage()) for r in caplog.records if r.levelno > logging.DEBUG]
+    assert shown == [("ERROR", "TensorRT: between"), ("WARNING", "tensorrt: within")]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import convert_checkpoint, read_shard_config
-from dspark_trt.builder.engine import BuildConfig
 from dspark_trt.builder.network import load_network
 from dspark_trt.runtime_py.acceptance import HeadAcceptance
 from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
