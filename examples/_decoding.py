@@ -41,7 +41,8 @@ class VerificationFlags:
     """Which rule keeps drafts, and how many of them are verified."""
 
     rejection_sample_method: Literal["standard", "block"] = "standard"
-    """How drafts are kept at a temperature: one by one, or by block, which keeps more. Both leave the law alone."""
+    """How drafts are kept at a temperature: one by one, or by block, which keeps more. Neither changes the target's
+    distribution."""
     scheduler: Literal["full", "threshold", "early-stop", "lookahead"] = "full"
     """Drafts to verify: all; those before an unlikely one; as many as pay for themselves, decided draft by draft
     or two steps ahead."""

@@ -111,7 +111,7 @@ class Options:
         if self.compare_target_only and sampling.temperature > 0:
             problems.append(
                 "--compare-target-only wants the same tokens, and at a temperature the two runs draw different ones "
-                "of the same law; leave out either"
+                "from the same distribution; leave out either"
             )
         return problems
 

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .distributions import plain_target_probabilities
 from .keyed_noise import gumbel_sample, step_seeds
-from .laws import plain_target_law
 from .session import Session, make_outputs
 from .slots import SlotState
-from .verification import Method, greedy_outcome, outcome, step_laws
+from .verification import Method, greedy_outcome, outcome, step_distributions
 
 
 class DeviceStep:
@@ -102,8 +102,9 @@ class DeviceStep:
         else:
             temperature = state.temperature[rows]
             cached = None if state.draft_logits is None else state.draft_logits[rows]
-            laws = step_laws(self._method, plain_target_law(logits, temperature), tokens, cached, temperature)
-            kept, bonus = outcome(laws, self._method, gumbel_sample, step_seeds(state.seeds[rows], anchors), anchors)
+            target = plain_target_probabilities(logits, temperature)
+            step = step_distributions(self._method, target, tokens, cached, temperature)
+            kept, bonus = outcome(step, self._method, gumbel_sample, step_seeds(state.seeds[rows], anchors), anchors)
         kept, bonus = kept.to(torch.int32), bonus.to(torch.int32)
         column = kept.unsqueeze(1)
         emitted = torch.where(self._offsets[:-1] < column, drafts, bonus.unsqueeze(1))

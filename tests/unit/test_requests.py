@@ -1,4 +1,4 @@
-"""Sampling parameters, the laws they give, and where a request stops (rows SMP-4, SMP-5, SMP-6)."""
+"""Sampling parameters, the distributions they give, and where a request stops (rows SMP-4, SMP-5, SMP-6)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dspark_trt.runtime_py.laws import draft_law, target_law
+from dspark_trt.runtime_py.distributions import draft_probabilities, target_probabilities
 from dspark_trt.runtime_py.requests import FinishReason, RequestError, SamplingParams
 from dspark_trt.runtime_py.verification import (
     BlockVerification,
@@ -60,10 +60,12 @@ def test_parameters_that_switch_off() -> None:
     assert not SamplingParams(top_k=0, seed=3).penalizes
 
 
-def law_of(logits: Sequence[float], *, tokens: Sequence[int] = (0,), drafts: Sequence[int] = (), **values: Any) -> Any:
+def probabilities_of(
+    logits: Sequence[float], *, tokens: Sequence[int] = (0,), drafts: Sequence[int] = (), **values: Any
+) -> Any:
     params = SamplingParams(**{"temperature": 1.0, **values})
     rows = torch.tensor(logits).expand(1, len(drafts) + 1, -1)
-    return target_law([request(list(tokens), list(drafts), params)], rows)[0]
+    return target_probabilities([request(list(tokens), list(drafts), params)], rows)[0]
 
 
 def logs(*values: float) -> list[float]:
@@ -86,23 +88,23 @@ def logs(*values: float) -> list[float]:
         ({"temperature": 0.0}, [0, 1, 0, 0]),
     ],
 )
-def test_laws_by_hand(values: dict[str, Any], wanted: list[float]) -> None:
+def test_distributions_by_hand(values: dict[str, Any], wanted: list[float]) -> None:
     """The float32 logits carry the only error."""
-    law = law_of(logs(0.1, 0.4, 0.3, 0.2), **values)[0]
-    assert law.dtype == torch.float64
-    assert torch.allclose(law, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-7)
+    probabilities = probabilities_of(logs(0.1, 0.4, 0.3, 0.2), **values)[0]
+    assert probabilities.dtype == torch.float64
+    assert torch.allclose(probabilities, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-7)
 
 
 def test_penalties_by_hand() -> None:
     """Repetition sees prompt and output and acts on the sign; the others see the output, drafts in front included."""
     logits = [2.0, -1.0, 0.5, 1.0]
     # Prompt [0], output [1, 1], drafts [2]: rows behind the anchor and behind the draft.
-    laws = law_of(logits, tokens=[0, 1, 1], drafts=[2], repetition_penalty=2.0)
-    for law, scores in zip(laws, ([1.0, -2.0, 0.5, 1.0], [1.0, -2.0, 0.25, 1.0]), strict=True):
-        assert torch.allclose(law, torch.tensor(scores, dtype=torch.float64).softmax(0))
-    laws = law_of(logits, tokens=[0, 1, 1], drafts=[2], presence_penalty=0.5, frequency_penalty=0.25)
-    for law, scores in zip(laws, ([2.0, -2.0, 0.5, 1.0], [2.0, -2.0, -0.25, 1.0]), strict=True):
-        assert torch.allclose(law, torch.tensor(scores, dtype=torch.float64).softmax(0))
+    distributions = probabilities_of(logits, tokens=[0, 1, 1], drafts=[2], repetition_penalty=2.0)
+    for probabilities, scores in zip(distributions, ([1.0, -2.0, 0.5, 1.0], [1.0, -2.0, 0.25, 1.0]), strict=True):
+        assert torch.allclose(probabilities, torch.tensor(scores, dtype=torch.float64).softmax(0))
+    distributions = probabilities_of(logits, tokens=[0, 1, 1], drafts=[2], presence_penalty=0.5, frequency_penalty=0.25)
+    for probabilities, scores in zip(distributions, ([2.0, -2.0, 0.5, 1.0], [2.0, -2.0, -0.25, 1.0]), strict=True):
+        assert torch.allclose(probabilities, torch.tensor(scores, dtype=torch.float64).softmax(0))
 
 
 ODD_ROWS = {
@@ -118,40 +120,40 @@ ODD_ROWS = {
 
 @pytest.mark.parametrize("values", [{}, {"top_k": 2, "top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}])
 @pytest.mark.parametrize("row", ODD_ROWS)
-def test_rows_without_a_law(row: str, values: dict[str, Any]) -> None:
-    """SMP-5: NaN counts as -inf; without a finite maximum the law is the argmax, an id inside the vocabulary."""
+def test_rows_without_a_distribution(row: str, values: dict[str, Any]) -> None:
+    """SMP-5: NaN counts as -inf; without a finite maximum the argmax has all mass, an id inside the vocabulary."""
     logits, winner = ODD_ROWS[row]
     wanted = torch.nn.functional.one_hot(torch.tensor(winner), 4).double()
-    assert torch.equal(law_of(logits, **values)[0], wanted)
+    assert torch.equal(probabilities_of(logits, **values)[0], wanted)
     cached, token = torch.tensor(logits).view(1, 1, 4), torch.tensor([[3]])
     one = torch.ones(1)
-    assert torch.equal(draft_law(cached, one, token, one.bool())[0, 0], wanted)
-    assert draft_law(cached, one, token, ~one.bool())[0, 0].tolist() == [0, 0, 0, 1]
+    assert torch.equal(draft_probabilities(cached, one, token, one.bool())[0, 0], wanted)
+    assert draft_probabilities(cached, one, token, ~one.bool())[0, 0].tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049])
 def test_ties_go_to_the_lowest_id(vocab: int) -> None:
     """SMP-6: greedy, top-k's last place and top-p's, and the token behind the drafts."""
     constant = [1.0] * vocab
-    greedy = law_of(constant, temperature=0.0)[0]
+    greedy = probabilities_of(constant, temperature=0.0)[0]
     assert greedy[0] == 1 and greedy.sum() == 1
     for values in ({"top_k": 2}, {"top_p": min(1.0, 1.5 / vocab)}):
-        kept = law_of(constant, **values)[0].nonzero().flatten().tolist()
+        kept = probabilities_of(constant, **values)[0].nonzero().flatten().tolist()
         assert kept == list(range(min(2, vocab)))
     behind = Verifier()([request([0], [], SamplingParams(frequency_penalty=0.1))], torch.ones(1, vocab), None)
     assert behind.bonus == [0]
 
 
-def test_draft_law_is_of_the_numbers_sampled() -> None:
+def test_draft_distribution_is_of_the_numbers_sampled() -> None:
     """SMP-4: float32 division as in the draft; sums to one; near ties below a bf16 step stay apart."""
     logits = torch.tensor([[[20.0, 20.05, -INF]]])
-    law = draft_law(logits, torch.tensor([0.7]), torch.tensor([[0]]), torch.tensor([True]))[0, 0]
+    q = draft_probabilities(logits, torch.tensor([0.7]), torch.tensor([[0]]), torch.tensor([True]))[0, 0]
     exact = (logits / torch.tensor(0.7)).double().softmax(-1)[0, 0]
-    assert torch.equal(law, exact) and abs(float(law.sum()) - 1) < 1e-12 and law[1] > 1.05 * law[0] and law[2] == 0
+    assert torch.equal(q, exact) and abs(float(q.sum()) - 1) < 1e-12 and q[1] > 1.05 * q[0] and q[2] == 0
 
 
 def test_uneven_numbers_of_drafts() -> None:
-    """A request with fewer drafts than its neighbour keeps no more than it has, greedy and by laws."""
+    """A request with fewer drafts than its neighbour keeps no more than it has, greedy and sampled."""
     logits = torch.zeros(6, 3)
     logits[torch.arange(6), torch.tensor([1, 2, 1, 2, 0, 1])] = 50.0
     for values in ({}, {"temperature": 1.0, "seed": 1}):
@@ -186,11 +188,11 @@ def test_stop_strings(cut: str) -> None:
 
 
 def foreseen(vocab: int, block: int, *, period: int) -> Tables:
-    """Laws that depend on the position alone, and a draft that knows them: all drafts are accepted."""
-    laws = 1.5 * torch.randn(period, vocab, generator=torch.Generator().manual_seed(3))
-    base = torch.stack([laws.roll(-i, 0) for i in range(block)], 1)
+    """Distributions that depend on the position alone, and a draft that knows them: all drafts are accepted."""
+    logits = 1.5 * torch.randn(period, vocab, generator=torch.Generator().manual_seed(3))
+    base = torch.stack([logits.roll(-i, 0) for i in range(block)], 1)
     nothing = torch.zeros(vocab, 1)
-    return Tables(laws.unsqueeze(1).expand(-1, vocab, -1), base, nothing, nothing, torch.zeros(block, vocab))
+    return Tables(logits.unsqueeze(1).expand(-1, vocab, -1), base, nothing, nothing, torch.zeros(block, vocab))
 
 
 @pytest.mark.parametrize("method", [StandardRejection(), BlockVerification()], ids=lambda m: type(m).__name__)

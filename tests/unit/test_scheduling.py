@@ -62,7 +62,7 @@ def one_by_one(scheduler: Scheduler, block: int) -> Callable[[Tensor], list[int]
     return lambda confidence: [scheduler.lengths(row.unsqueeze(0), [block])[0] for row in confidence]
 
 
-# Law ----------------------------------------------------------------------------------------------------
+# Distribution -------------------------------------------------------------------------------------------
 
 
 def papers_example() -> tuple[Tables, CostTable]:
@@ -89,7 +89,7 @@ def test_the_papers_example(method: Method) -> None:
 @methods
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("draft", ["sampled", "greedy"])
-def test_schedules_leave_the_law_alone(draft: str, temperature: float, method: Method) -> None:
+def test_schedules_leave_the_distribution_alone(draft: str, temperature: float, method: Method) -> None:
     """Every schedule, with costs that make it cut at different lengths for different drafts."""
     tables, params = Tables.random(3, 3, seed=4), SamplingParams(temperature=temperature)
     schedules: list[Scheduler] = [Threshold(HeadAcceptance(), m) for m in (0.2, 0.5, 0.8)]
@@ -117,7 +117,7 @@ def test_retrospective_choice_is_found_in_random_models(method: Method) -> None:
 @methods
 @pytest.mark.parametrize("schedule", ["early stop", *(f"{n} drafts" for n in range(7))])
 def test_two_requests_share_a_schedule(schedule: str, method: Method) -> None:
-    """The length of one depends on the other's drafts: its law, averaged over those, is still the target's.
+    """The length of one depends on the other's drafts: its distribution, averaged over those, is still the target's.
     A number of drafts from two steps before is a constant for the current ones."""
     first, second = (
         # Slot 0 is alike for all drafts; the later ones differ by the token before.
@@ -381,12 +381,16 @@ def test_scheduled_loop_keeps_greedy_text(schedule: str, acceptance: Callable[[]
     [("early stop", HeadAcceptance()), ("lookahead", HeadAcceptance()), ("early stop", OnlineAcceptance(4, prior=8))],
     ids=["early stop", "lookahead", "early stop, online"],
 )
-def test_scheduled_draws_have_the_law(schedule: str, acceptance: Acceptance, method: Method) -> None:
+def test_scheduled_draws_have_the_distribution(schedule: str, acceptance: Acceptance, method: Method) -> None:
     """SMP-1: 32,768 draws, 512 requests that compete for rows, chi-square below its 1e-6 quantile."""
-    law = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
+    probabilities = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
     tables = Tables.random(3, 4, seed=1)
     tables = Tables(
-        law.log().float().expand(5, 3, 3).contiguous(), tables.base, tables.embed, tables.head, tables.confidence
+        probabilities.log().float().expand(5, 3, 3).contiguous(),
+        tables.base,
+        tables.embed,
+        tables.head,
+        tables.confidence,
     )
     scheduler = SCHEDULES[schedule](acceptance, CostTable({512: 0.0}, {n: 1000.0 + n for n in range(1, 2561)}))
     loop = table_decoder(tables, slots=512, scheduler=scheduler, verifier=Verifier(method))
@@ -394,6 +398,6 @@ def test_scheduled_draws_have_the_law(schedule: str, acceptance: Acceptance, met
     done, stats = loop.generate([[i % 3] for i in range(512)], params)
     drawn = torch.tensor([c.token_ids for c in done])
     pairs = torch.bincount((3 * drawn[:, 0::2] + drawn[:, 1::2]).flatten(), minlength=9)
-    expected = (law.unsqueeze(1) * law).flatten() * pairs.sum()
+    expected = (probabilities.unsqueeze(1) * probabilities).flatten() * pairs.sum()
     assert float(((pairs - expected) ** 2 / expected).sum()) < 42.7
     assert 0 < stats.proposed_per_position[3] < stats.proposed_per_position[0]
