@@ -359,7 +359,7 @@ def _weight_bytes(kind: engine_dir.Kind, tensors: Iterable[StoredTensor], build:
         if part in ("mtp", "embed", "head") if kind == "draft" else part != "mtp":
             if build.numerics is Numerics.RELEASED or tensor.dtype != "I8":
                 total += tensor.nbytes
-            elif tensor.name.endswith(".weight"):  # FP4 codes are two a byte; the scales are gone
+            elif tensor.name.endswith(".weight"):  # FP4 codes are two per byte; the scales are gone
                 total += tensor.nbytes * wide * (2 if ".experts." in tensor.name else 1)
     return total
 

@@ -26,7 +26,7 @@ class SamplingFlags(SamplingParams):
     """The sampling parameters as flags; :meth:`checked` refuses what is wrong, where an error carries the rank."""
 
     max_tokens: Annotated[int, tyro.conf.arg(name="max-output-len", aliases=("--max-tokens",))] = 128
-    """Tokens a prompt, unless the model stops before."""
+    """Tokens per prompt, unless the model stops before."""
 
     def __post_init__(self) -> None:
         pass

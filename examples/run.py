@@ -228,7 +228,7 @@ def prompt_texts(options: Options) -> list[str]:
 
 
 class Stream:
-    """Prints tokens as they are accepted: one prompt as running text, several as a line a step and prompt."""
+    """Prints tokens as they are accepted: one prompt as running text, several as one line per step and prompt."""
 
     def __init__(self, console: Console, text: Text, prompts: Sequence[str]):
         self._console, self._text, self._several = console, text, len(prompts) > 1
@@ -287,12 +287,12 @@ def summary_table(stats: Statistics, prompts: int) -> Table:
     for name, value in {
         "prompts": prompts,
         "tokens": tokens,
-        "tokens a step": f"{stats.tokens_per_step:.2f}",
+        "tokens per step": f"{stats.tokens_per_step:.2f}",
         "prefill": f"{stats.prefill_seconds:.2f} s",
         "target": f"{stats.target_seconds:.2f} s",
         "verification": f"{stats.verify_seconds:.2f} s",
         "draft": f"{stats.draft_seconds:.2f} s",
-        "together": f"{stats.total_seconds:.2f} s, {tokens / stats.total_seconds:.1f} tokens a second",
+        "together": f"{stats.total_seconds:.2f} s, {tokens / stats.total_seconds:.1f} tokens per second",
     }.items():
         table.add_row(name, str(value))
     return table
@@ -305,7 +305,7 @@ def phase_table(stats: Statistics) -> Table:
     # On the device the gap is measured; elsewhere it is what no phase accounts for.
     phases["host gap"] = stats.gap_seconds if stats.device_steps else decoding - sum(phases.values())
     steps = max(stats.device_steps or stats.draft_calls or stats.target_calls, 1)
-    table = Table("phase", "ms a step", "share", title="a step")
+    table = Table("phase", "ms per step", "share", title="a step")
     for name, seconds in phases.items():
         table.add_row(name, f"{1000 * seconds / steps:.3f}", f"{seconds / decoding:.0%}" if decoding else "")
     return table
@@ -371,7 +371,7 @@ def plot_acceptance(stats: Statistics, path: Path, pyplot: Any) -> None:
     bars = axes.bar(positions, shares, color="#76b900")
     axes.bar_label(bars, [f"{share:.0%}" for share in shares])
     axes.set(
-        title=f"{stats.tokens_per_step:.2f} tokens a step",
+        title=f"{stats.tokens_per_step:.2f} tokens per step",
         xlabel="position in the draft block",
         ylabel="share of drafts accepted",
         xticks=positions,

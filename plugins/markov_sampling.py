@@ -53,7 +53,7 @@ class Attributes(LoopAttributes):
 
 
 class Sampler(Protocol):
-    """Chooses a token a row; a hook for watermarks and the like, in drafting and in verification."""
+    """Chooses one token per row; a hook for watermarks and the like, in drafting and in verification."""
 
     def __call__(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
         """Tokens [n] int32 for logits [n, V] at ``temperature`` [n] (0 = greedy).

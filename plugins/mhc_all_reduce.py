@@ -41,7 +41,7 @@ from .numerics import act_quant, rms_norm
 from .op import Op, TensorSpec
 
 MAILBOX_ROWS = 256
-"""Rows a call may have with several ranks; decides how large a mailbox is."""
+"""Most rows of a call of several ranks; decides the size of a mailbox."""
 MAILBOX_GENERATIONS = 3
 MAILBOX_HEADER_BYTES = 128
 MAILBOX_WORDS = MappingProxyType(

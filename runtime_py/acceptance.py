@@ -106,7 +106,7 @@ class OnlineAcceptance:
     def record(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
         index = torch.arange(len(self._tried))
         verified, kept = torch.tensor(lengths).unsqueeze(1), torch.tensor(accepted).unsqueeze(1)
-        # Behind the first draft that was not kept nothing is learned.
+        # After the first draft that was not kept nothing is learned.
         tried = (index < verified) & (index <= kept)
         self._tried = self._decay * self._tried + tried.sum(0)
         self._kept = self._decay * self._kept + (tried & (index < kept)).sum(0)

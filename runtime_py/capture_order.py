@@ -2,7 +2,7 @@
 
 A stream under capture carries the nodes that its next node will depend on. Waiting for another stream adds that one's
 nodes and drops none. So after a join, a fork's first node would depend on what the side stream did last time as well
-as on the node behind the join, and a join with nothing beside it on both ends of the fork. Such edges order nothing
+as on the node after the join, and a join with nothing beside it on both ends of the fork. Such edges order nothing
 anew, but a node that waits for two others starts microseconds later (tests/benchmarks/results, two streams). Under
 capture the nodes are therefore set, not added to. Outside of one, streams wait for events as usual.
 """

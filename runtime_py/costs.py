@@ -42,7 +42,7 @@ class CostTable:
         max_rows: int,
         replays: int = 5,
     ) -> CostTable:
-        """Time steps of all sizes, the larger ones a fifth apart: the median of ``replays``, behind one not counted."""
+        """Time steps of all sizes, the larger ones a fifth apart: the median of ``replays``, after one not counted."""
 
         def seconds(step: Callable[[int], object], size: int) -> float:
             taken = []

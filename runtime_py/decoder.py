@@ -3,7 +3,7 @@
 A request enters by prefill: its prompt goes through the target in chunks of at most one window, the
 last row's choice becomes its anchor, and the captured features of the last window wait for the draft.
 From then on each step runs the target over the anchor and drafts of every request, keeps what verification
-accepts plus a token of the target's own, and drafts a new block behind it.
+accepts plus a token of the target's own, and drafts a new block after it.
 
 There are two ways to run steps, with the same result. Where nothing needs the host, whole steps run on the
 device, from CUDA graphs if it is a GPU (:mod:`.interleaving`). Everything else, such as penalties or a

@@ -1,16 +1,16 @@
 """One decode step of a fixed number of requests, entirely on the device.
 
 ``target`` runs the anchors and drafts of all requests through the target; ``verify`` keeps the drafts that
-pass, makes the token behind them the new anchor and says which captured rows the draft may see; ``draft``
+pass, makes the token after them the new anchor and says which captured rows the draft may see; ``draft``
 inserts those rows into the draft's rings and drafts the next block. Each reads its inputs from
 :class:`SlotState` and from static tensors, and leaves its results there, so the three can be captured as
-they are and replayed one behind the other. What was emitted goes to the host as one small copy behind
+they are and replayed one after the other. What was emitted goes to the host as one small copy after
 ``verify``, which the host reads while the draft runs.
 
 Without a draft a step is a row of each request: its anchor goes through the target, which chooses the next one.
 
 Padding requests have slot -1: their rows enter no cache, they share the state's spare row, and nobody
-reads what they emit. Drafts behind a request's limit are run and never kept.
+reads what they emit. Drafts after a request's limit are run and never kept.
 """
 
 from __future__ import annotations

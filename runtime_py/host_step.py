@@ -74,7 +74,7 @@ class HostStep:
         self.drafts = drafted_tokens(draft) if draft else 0
         # Pre-temperature logits of the last drafts, by slot, so that a request keeps its rows wherever it stands
         # in a batch; only sampled requests write theirs. A draft without that output drafts greedily. The row
-        # behind the last slot is for padding.
+        # after the last slot is for padding.
         logits = [o for o in draft.io.outputs if o.name == "draft_logits"] if draft else []
         shapes = [(slots + 1, *(int(size) for size in o.shape[1:])) for o in logits]
         self.draft_logits = torch.zeros(shapes[0], device=device) if shapes else None
@@ -103,7 +103,7 @@ class HostStep:
                 if start + size == request.prompt_length:
                     ready.append((request, offset - 1))
             if ready:
-                # The first token: a step without drafts behind the prompt's last token.
+                # The first token: a step without drafts after the prompt's last token.
                 last = [request for request, _ in ready]
                 verdict = self._verify(last, logits[[row for _, row in ready]], None)
                 first |= {r.slot: token for r, token in zip(last, verdict.bonus, strict=True)}
@@ -162,7 +162,7 @@ class HostStep:
             request.context, request.context_start = request.context[size:], request.context_start + size
 
     def _call_draft(self, requests: Sequence[Request], taken: Sequence[int]) -> dict[str, Tensor]:
-        """The draft's outputs for ``requests``, behind the first ``taken`` rows of their contexts."""
+        """The draft's outputs for ``requests``, after the first ``taken`` rows of their contexts."""
         assert self.draft is not None
         rows = [(r.context_start + i, r.slot) for r, size in zip(requests, taken, strict=True) for i in range(size)]
         features = [r.context[:size] for r, size in zip(requests, taken, strict=True) if r.context is not None]
@@ -235,7 +235,7 @@ def _rows_of(request: Request) -> int:
 
 
 def drafted_tokens(draft: Session) -> int:
-    """Tokens that a draft proposes a request and step."""
+    """Tokens that a draft proposes per request and step."""
     return int(next(o for o in draft.io.outputs if o.name == "draft_tokens").shape[1])
 
 

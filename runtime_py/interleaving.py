@@ -77,7 +77,7 @@ class Parts:
     """Target and verification."""
     draft: Callable[[], None] | None
     decided: Mark
-    """Where ``decide`` had the target behind it."""
+    """Where ``decide`` had the target after it."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Interleaver:
         self._placed = None
         with self._progress.operation(f"capture of {what}"):
             parts.step.place([])
-            # Target and draft together, as they will run: each has its first run behind the other's.
+            # Target and draft together, as they will run: each has its first run after the other's.
             for _ in range(WARM_UP_RUNS):
                 parts.decide()
                 if parts.draft:

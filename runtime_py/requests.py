@@ -43,13 +43,13 @@ class SamplingParams:
     seed: int | None = None
     """With a seed a request's tokens depend on nothing but its prompt; without, every call draws a new one."""
     num_draft_tokens: int | None = None
-    """Verify at most this many drafts a step; None leaves it to the draft's block."""
+    """Verify at most this many drafts per step; None leaves it to the draft's block."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the output, beside the model's own end token."""
     stop: Sequence[str] = ()
     """Strings that end the output; they need the tokenizer."""
     ignore_eos: bool = False
-    """Go on behind the model's own end token, which is part of the output then."""
+    """Go on after the model's own end token, which is part of the output then."""
 
     @property
     def greedy(self) -> bool:

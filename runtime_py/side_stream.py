@@ -1,6 +1,6 @@
 """Computes a sublayer's mHC coefficients beside the sublayer itself.
 
-A sublayer's coefficients come from the streams that enter it and are needed only at the boundary behind
+A sublayer's coefficients come from the streams that enter it and are needed only at the boundary after
 it, so on a GPU they can be computed on a second stream while attention or experts keep the first one busy.
 The second stream is forked from the first where the streams of the residual are known, and joined before
 the first operation that reads a coefficient, at the latest when the network ends. Forks and joins are

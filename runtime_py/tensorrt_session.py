@@ -4,7 +4,7 @@ The core, :meth:`TensorRTSession.enqueue`, takes shapes, device addresses and a 
 It keeps to calls that TensorRT 8.6, 10, 11 and TensorRT-RTX share.
 
 An execution context holds the shapes and addresses of its last call and memory of its own for what lies between
-inputs and outputs. There is one a profile, which every call of that profile uses. A captured graph goes on using the
+inputs and outputs. There is one per profile, which every call of that profile uses. A captured graph goes on using the
 memory, and what the context computed from the shapes; so from its capture on, the context serves calls of
 those very shapes, and calls of others get a new one. That is one context for each captured request count, with
 :meth:`~dspark_trt.plugins.tensorrt_api.TensorRT.context_bytes` bytes of device memory each.
@@ -90,7 +90,7 @@ class TensorRTSession:
         self._cache = api.runtime_cache(engine, runtime_cache) if runtime_cache else None
         self._contexts = [self._make_context(index) for index in range(len(self._profiles))]
         memory = api.context_bytes(engine) / 1e6
-        logger.info("%s: %s, %d profiles, %.1f MB of memory a context", name, api, len(self._profiles), memory)
+        logger.info("%s: %s, %d profiles, %.1f MB of memory per context", name, api, len(self._profiles), memory)
 
     @property
     def profiles(self) -> tuple[Profile, ...]:

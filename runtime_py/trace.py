@@ -2,7 +2,7 @@
 
 torch's profiler records the host's calls and, on a GPU, every kernel with its stream, also those replayed
 from a CUDA graph, in which each branch has a track of its own. Each rank records itself; rank 0 puts the
-records on one time axis, one group of tracks a rank, and writes the file.
+records on one time axis, one group of tracks per rank, and writes the file.
 """
 
 from __future__ import annotations

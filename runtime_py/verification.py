@@ -1,15 +1,15 @@
-"""Decides which drafted tokens are kept, and draws the token behind them (spec sections 6.1 and 10.8).
+"""Decides which drafted tokens are kept, and draws the token after them (spec sections 6.1 and 10.8).
 
 Both methods emit tokens with exactly the target's distribution, for any distribution q of the draft, as long as it is
 the one that the drafts were drawn from. For drafts x_1 .. x_n with target distributions p_1 .. p_(n+1):
 
 * standard: x_i passes if u_i <= p_i(x_i) / q_i(x_i); kept are the drafts before the first that fails.
-  Behind them comes a token of max(p - q, 0), normalised, or of p_(n+1) if all were kept;
+  After them comes a token of max(p - q, 0), normalised, or of p_(n+1) if all were kept;
 * block: with w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)) and R_i the mass of max(w_i p_(i+1) - q_(i+1), 0),
-  x_i passes if u_i <= R_i / (R_i + 1 - w_i); kept is everything up to the *last* that passes. Behind a
+  x_i passes if u_i <= R_i / (R_i + 1 - w_i); kept is everything up to the *last* that passes. After a
   kept drafts comes a token of max(w_a p_(a+1) - q_(a+1), 0). It keeps at least as many drafts.
 
-Here q_(n+1) is zero, which makes R_n = w_n and the token behind all drafts one of p_(n+1) without a case of
+Here q_(n+1) is zero, which makes R_n = w_n and the token after all drafts one of p_(n+1) without a case of
 its own. The distributions of a greedy request are one-hot; both methods then keep the target's own choices.
 """
 
@@ -32,7 +32,7 @@ from .requests import Request
 
 @dataclass(frozen=True)
 class Verdict:
-    """Per request: how many drafts were accepted, and the target's own token behind them."""
+    """Per request: how many drafts were accepted, and the target's own token after them."""
 
     accepted: list[int]
     bonus: list[int]
@@ -44,7 +44,7 @@ class Method(Protocol):
 
     def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
         """Probability [R, N] that each draft passes, and the weight [R, N + 1] of the target's distribution in the
-        token behind 0 .. N kept drafts; ``ratio`` [R, N] is p / q of the drafts."""
+        token after 0 .. N kept drafts; ``ratio`` [R, N] is p / q of the drafts."""
         ...
 
     def kept(self, passed: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Verifier:
 
     method: Method = field(default_factory=StandardRejection)
     sampler: Sampler = gumbel_sample
-    """Draws the token behind the kept drafts, from logits that are the logarithm of its distribution."""
+    """Draws the token after the kept drafts, from logits that are the logarithm of its distribution."""
 
     def __call__(self, requests: Sequence[Request], logits: Tensor, draft_logits: Tensor | None) -> Verdict:
         """Verify ``request.drafts`` of each request.
@@ -155,7 +155,7 @@ def step_distributions(
 def outcome(
     step: StepDistributions, method: Method, sampler: Sampler, seeds: Tensor, anchors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many drafts [R] are kept, and the token [R] behind them.
+    """How many drafts [R] are kept, and the token [R] after them.
 
     Args:
         seeds: [R, 2] int32, the step's; anchors: [R] int32, the anchors' positions.
@@ -186,7 +186,7 @@ def verify_greedy(draft_tokens: Tensor, target_logits: Tensor) -> Verdict:
 
 def greedy_outcome(draft_tokens: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """The length [R] of the longest prefix of drafts that the target would have chosen itself, and its choice [R]
-    behind it.
+    after it.
 
     Row 0 of a request is its anchor; the target's row r predicts what follows draft r.
 

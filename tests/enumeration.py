@@ -1,6 +1,6 @@
 """The exact distribution of what one step emits, by enumeration of everything that is random in it.
 
-Drafts are enumerated with the draft's probabilities, uniform numbers by which drafts pass, the token behind
+Drafts are enumerated with the draft's probabilities, uniform numbers by which drafts pass, the token after
 the kept drafts by its distribution, through the runtime's own functions. Emitted prefixes are completed with the
 target's distribution, so that the result compares with the target's distribution of the next N + 1 tokens.
 """

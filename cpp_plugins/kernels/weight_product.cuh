@@ -185,7 +185,7 @@ class Product {
 
   // Computes the warp's sums and leaves them at the start of its ring, [activation row][weight row]. All warps of the
   // block meet once inside, before the first use of what they have copied or stored for each other.
-  // Scales, in shared memory: Fp8, floats, one a block; Fp4, bytes [kRows][scale_columns], and `spread`, kScaleBytes
+  // Scales, in shared memory: Fp8, floats, one per block; Fp4, bytes [kRows][scale_columns], and `spread`, kScaleBytes
   // of the warp's own.
   __device__ __forceinline__ void run(const void* scales, int scale_columns, float* spread) {
     float sums[kTiles][kGroups][4] = {};

@@ -71,7 +71,7 @@ def test_processors_of_the_target(processed: str, draft: str, method: Method) ->
 
 
 class WithoutResidual(StandardRejection):
-    """SMP-1's neighbour: behind a rejection the target's distribution is drawn from as it is."""
+    """SMP-1's neighbour: after a rejection the target's distribution is drawn from as it is."""
 
     def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
         passes, weight = super().rates(ratio, target, draft)

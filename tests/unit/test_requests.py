@@ -98,7 +98,7 @@ def test_distributions_by_hand(values: dict[str, Any], wanted: list[float]) -> N
 def test_penalties_by_hand() -> None:
     """Repetition sees prompt and output and acts on the sign; the others see the output, drafts in front included."""
     logits = [2.0, -1.0, 0.5, 1.0]
-    # Prompt [0], output [1, 1], drafts [2]: rows behind the anchor and behind the draft.
+    # Prompt [0], output [1, 1], drafts [2]: rows after the anchor and after the draft.
     distributions = probabilities_of(logits, tokens=[0, 1, 1], drafts=[2], repetition_penalty=2.0)
     for probabilities, scores in zip(distributions, ([1.0, -2.0, 0.5, 1.0], [1.0, -2.0, 0.25, 1.0]), strict=True):
         assert torch.allclose(probabilities, torch.tensor(scores, dtype=torch.float64).softmax(0))
@@ -133,15 +133,15 @@ def test_rows_without_a_distribution(row: str, values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049])
 def test_ties_go_to_the_lowest_id(vocab: int) -> None:
-    """SMP-6: greedy, top-k's last place and top-p's, and the token behind the drafts."""
+    """SMP-6: greedy, top-k's last place and top-p's, and the token after the drafts."""
     constant = [1.0] * vocab
     greedy = probabilities_of(constant, temperature=0.0)[0]
     assert greedy[0] == 1 and greedy.sum() == 1
     for values in ({"top_k": 2}, {"top_p": min(1.0, 1.5 / vocab)}):
         kept = probabilities_of(constant, **values)[0].nonzero().flatten().tolist()
         assert kept == list(range(min(2, vocab)))
-    behind = Verifier()([request([0], [], SamplingParams(frequency_penalty=0.1))], torch.ones(1, vocab), None)
-    assert behind.bonus == [0]
+    after = Verifier()([request([0], [], SamplingParams(frequency_penalty=0.1))], torch.ones(1, vocab), None)
+    assert after.bonus == [0]
 
 
 def test_draft_distribution_is_of_the_numbers_sampled() -> None:
@@ -199,7 +199,7 @@ def foreseen(vocab: int, block: int, *, period: int) -> Tables:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("end", ["end token", "stop token", "stop string"])
 def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Method) -> None:
-    """The text without any end, cut at the first one; of drafts accepted behind it nothing comes out."""
+    """The text without any end, cut at the first one; of drafts accepted after it nothing comes out."""
     tables, prompts = foreseen(7, 4, period=9), [[i % 7] * (1 + i) for i in range(24)]
     params = [SamplingParams(max_tokens=48, temperature=temperature, seed=i) for i in range(24)]
     options: dict[str, Any] = {"slots": 6, "detokenize": letters, "verifier": Verifier(method)}
@@ -219,7 +219,7 @@ def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Metho
         assert one.text == before and one.finish_reason is FinishReason.STOP
         assert letters(one.token_ids) == before + (mark if end == "stop string" else "")
     assert stats.accepted_per_position == stats.proposed_per_position
-    # A stop token is dropped itself; whatever else is missing was accepted behind an end.
+    # A stop token is dropped itself; whatever else is missing was accepted after an end.
     dropped = sum(stats.accepted_per_position) + stats.steps - stats.tokens
     assert dropped > (0 if end == "stop string" else len(ending))
     if end == "end token":
@@ -228,7 +228,7 @@ def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Metho
 
 
 def test_stop_strings_across_tokens() -> None:
-    """Tokens of several letters: the text ends inside a token, the ids behind it; across two steps; with bytes of
+    """Tokens of several letters: the text ends inside a token, the ids after it; across two steps; with bytes of
     which some are no text yet; of two strings that end together the earlier counts."""
     params = SamplingParams(max_tokens=9, stop=["bc", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
 
@@ -285,7 +285,7 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(
 @pytest.mark.parametrize(
     ("detokenize", "outputs", "stop"),
     [
-        pytest.param(spell_words, [3] * 50 + [2] * 60 + [5], "bbb  ", id="behind tokens of no text"),
+        pytest.param(spell_words, [3] * 50 + [2] * 60 + [5], "bbb  ", id="after tokens of no text"),
         pytest.param(
             lambda ids: bytes(ids).decode(errors="replace"),
             list("abcdefghijklmnop\N{GRINNING FACE}x".encode()),

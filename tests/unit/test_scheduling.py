@@ -68,7 +68,7 @@ def one_by_one(scheduler: Scheduler, block: int) -> Callable[[Tensor], list[int]
 def papers_example() -> tuple[Tables, CostTable]:
     """p = (0.7, 0.3), q = (0.5, 0.5). One draft is not worth its row, two are, if the first was token 0."""
     rows = torch.tensor([0.7, 0.3]).log().expand(1, 2, 2)
-    confidence = torch.tensor([[0.0, 0.0], [20.0, -20.0]])  # slot 0: a half; slot 1: sure behind 0, hopeless behind 1
+    confidence = torch.tensor([[0.0, 0.0], [20.0, -20.0]])  # slot 0: a half; slot 1: sure after 0, hopeless after 1
     tables = Tables(rows, torch.zeros(1, 2, 2), torch.zeros(2, 1), torch.zeros(2, 1), confidence)
     return tables, flat_costs(1.0, 1.6, 1.7)
 
@@ -156,7 +156,7 @@ def logits(*rows: Sequence[float]) -> Tensor:
 
 
 def test_survival_is_the_running_product() -> None:
-    """SMP-11: 0.9, 0, 0.9 survives 0.9, 0, 0; behind a limit nothing does; logits of +-100 are certain."""
+    """SMP-11: 0.9, 0, 0.9 survives 0.9, 0, 0; after a limit nothing does; logits of +-100 are certain."""
     product = survivals(torch.tensor([[0.9, 0.0, 0.9], [0.5, 0.5, 0.5]]).double(), [3, 2])
     assert torch.allclose(product, torch.tensor([[0.9, 0, 0], [0.5, 0.25, 0]]).double())
     head = HeadAcceptance().probabilities(torch.tensor([[100.0, -100.0, math.nan, math.inf, -math.inf]]))[0]
@@ -274,12 +274,12 @@ def test_calibration_error_by_hand() -> None:
 
 
 def test_online_acceptance() -> None:
-    """By position, given that the one before was kept; what was not verified, or is behind a rejection, says
+    """By position, given that the one before was kept; what was not verified, or is after a rejection, says
     nothing; old steps count less, and a position that is left alone becomes worth a trial again."""
     assert OnlineAcceptance(3).probabilities(torch.zeros(2, 3)).tolist() == [[1.0] * 3] * 2
     online = OnlineAcceptance(3, prior=2.0, prior_rate=0.5, decay=1.0)
     online.record([3, 2, 0], [1, 2, 0])
-    # Position 0: tried twice, kept twice; 1: twice, once; 2: never (not verified, or behind a rejection).
+    # Position 0: tried twice, kept twice; 1: twice, once; 2: never (not verified, or after a rejection).
     assert online.probabilities(torch.zeros(1, 3))[0].tolist() == pytest.approx([3 / 4, 2 / 4, 1 / 2])
     confidence, lengths, accepted = simulated_steps([1.0, 1.0], 2000)
     online, wanted = OnlineAcceptance(2, prior=4.0), float(confidence.sigmoid().mean())
