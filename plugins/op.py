@@ -220,9 +220,12 @@ def executor_scope(executor: Executor) -> Iterator[None]:
 
 
 def encode_attributes(attributes: Any) -> dict[str, Any]:
-    """Attributes as an ONNX node carries them: bool as 0 / 1, integers checked to fit 31 bits.
+    """Attributes as an ONNX node carries them: bool as 0 / 1, integers checked to fit signed 32 bits.
 
-    TensorRT cuts integers beyond 31 bits without a message, so such a value is refused here.
+    TensorRT truncates larger integers without a message, so they are refused here.
+
+    Raises:
+        OpError: an integer does not fit.
     """
     encoded: dict[str, Any] = {}
     for field in dataclasses.fields(attributes):

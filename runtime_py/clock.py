@@ -1,7 +1,7 @@
 """Where the time of steps goes, on the stream's own clock.
 
 A step is marked at its boundaries: on a GPU by events on the stream, which cost the host about a
-microsecond each and never wait, on a CPU by the time of day. Intervals are added up once both of their
+microsecond each and never wait, on a CPU by a monotonic clock. Intervals are added up once both of their
 marks have passed. The time from the end of one step to the start of the next is the gap in which the
 stream waited for the host.
 """

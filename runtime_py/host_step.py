@@ -5,9 +5,8 @@ that verification accepts plus a token of the target's own (the new anchor), and
 of what was kept for the next draft. Rejected rows need no rollback: the target's ring is longer than its
 window by more than a step, and the draft's ring only ever receives accepted rows.
 
-Every rank does this on the same numbers and with the same keyed noise, and takes the same decisions. Where
-ranks are not quite alike, rank 0's count: what was drafted, how much of it is verified and what is emitted
-is what it says, so that no rank leaves the others waiting in a collective.
+Every rank computes the same. Where ranks could still differ, rank 0's drafts, lengths and verdicts are broadcast
+and used by all, so that no rank waits alone in a collective.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ class Statistics:
 
 
 _UNSURE_CHARACTERS = 8
-"""Of a text that begins amid an output: bytes of a character that began before, a space that a beginning drops."""
+"""How many leading characters may differ when only the end of an output is decoded: bytes of a split character, or a
+leading space that the tokenizer strips."""
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ def merge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _base(record: dict[str, Any]) -> int:
-    """Nanoseconds of the day at which a record's times start."""
+    """The record's base time in nanoseconds, to which its event times are relative."""
     return int(record.get("baseTimeNanoseconds", 0))
 
 
