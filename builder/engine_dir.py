@@ -92,10 +92,12 @@ class EngineDir:
 
     @property
     def tp_size(self) -> int:
+        """Number of tensor-parallel ranks that the engines were built for."""
         return self.mapping["tp_size"]
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
+        """The networks of the directory, one engine of each per rank: the draft, and the target if there is one."""
         return ("draft", "target") if self.target else ("draft",)
 
     @classmethod

@@ -28,7 +28,7 @@ from .verification import Method, greedy_outcome, outcome, step_distributions
 
 
 class DeviceStep:
-    """The three parts of a step of ``requests`` requests.
+    """The three parts of a step of ``requests`` requests, R below, with N drafts each.
 
     Args:
         draft: None to decode with the target alone.
@@ -84,6 +84,15 @@ class DeviceStep:
         self.slots.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
 
     def target(self) -> None:
+        """Run anchors and drafts, R * (N + 1) rows, through the target; its caches are updated in place.
+
+        Reads the placed requests' anchors, drafts and positions from the state; leaves ``logits`` [R * (N + 1), V]
+        float32 and ``target_features`` in static tensors, for :meth:`verify` and :meth:`draft`. Does not wait for the
+        device.
+
+        Raises:
+            SessionError, EngineRunError: the target does not take the call.
+        """
         state, rows = self._state, self._state.rows(self.slots)
         ids = torch.cat((state.anchors[rows].unsqueeze(1), state.drafts[rows]), 1)
         positions = state.positions[rows].unsqueeze(1) + self._offsets
@@ -93,6 +102,11 @@ class DeviceStep:
         self._target.run(self._target_inputs, self._target_outputs)
 
     def verify(self) -> None:
+        """Decide what the rows of the last :meth:`target` emit, and make each request's last emitted token its anchor.
+
+        Updates anchors and positions [R] of the state, marks the kept rows as the draft's context (slot -1 for the
+        others), and starts the copy of the emitted tokens and the fault to the host. Does not wait for it.
+        """
         state, rows = self._state, self._state.rows(self.slots)
         anchors, drafts = state.positions[rows], state.drafts[rows]
         logits = self._target_outputs["logits"].unflatten(0, (self.requests, -1))
@@ -118,6 +132,14 @@ class DeviceStep:
         state.anchors[rows], state.positions[rows] = bonus, anchors + kept + 1
 
     def draft(self) -> None:
+        """Insert the kept rows into the draft's rings and draft N tokens per request from its anchor.
+
+        Updates the state's ``drafts`` [R, N] int32 and, if ``method`` is set and the draft has that output,
+        ``draft_logits`` [R, N, V] float32. Does not wait for the device. A step without a draft has no such part.
+
+        Raises:
+            SessionError, EngineRunError: the draft does not take the call.
+        """
         assert self._draft is not None
         state, rows = self._state, self._state.rows(self.slots)
         positions = state.positions[rows]

@@ -88,8 +88,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
+    """What one prompt was completed with."""
+
     prompt_ids: list[int]
+    """The prompt, as it was passed in."""
     token_ids: list[int]
+    """The output, without the prompt; at most ``max_tokens``."""
     finish_reason: FinishReason
     text: str | None = None
     """The output up to a stop string; None without a tokenizer."""
@@ -126,6 +130,13 @@ class Statistics:
         setattr(self, name, getattr(self, name) + seconds)
 
     def record(self, proposed: int, accepted: int, produced: int) -> None:
+        """Count one request's share of a decode call.
+
+        Args:
+            proposed: drafts that were verified, at most the length of ``proposed_per_position``.
+            accepted: how many of them were kept, counted even if the output ended before the last one.
+            produced: tokens that were added to the output, at most ``accepted`` + 1.
+        """
         self.steps += 1
         self.tokens += produced
         for i in range(proposed):
