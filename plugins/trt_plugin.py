@@ -110,7 +110,7 @@ def require_creators(api: TensorRT, wanted: Mapping[str, int], library: Path | N
 
 @contextmanager
 def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFailures]:
-    """Register a creator an operation for the time of the block, and collect what its plugins report.
+    """Register one creator per operation for the time of the block, and collect what its plugins report.
 
     For TensorRT 8, which can't have plugins in Python, the library of plugins in C++ is loaded instead, and stays.
 

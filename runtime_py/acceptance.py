@@ -1,6 +1,6 @@
 """How likely each draft is to be kept, given that those before it are: from the confidence head or from experience.
 
-The head's logits are divided by one temperature a position, fitted in sequence (sequential temperature
+The head's logits are divided by one temperature per position, fitted in sequence (sequential temperature
 scaling): position i's is the one for which the product over positions 1 .. i is best calibrated, the earlier
 temperatures being fixed. Where no head ships, acceptance by position is estimated from past steps instead.
 A scheduler has one of the two.
@@ -38,7 +38,7 @@ class Acceptance(Protocol):
 
 @dataclass(frozen=True)
 class HeadAcceptance:
-    """The confidence head's, calibrated by one temperature a position; without any, as it is."""
+    """The confidence head's, calibrated by one temperature per position; without any, as it is."""
 
     temperatures: Sequence[float] = ()
 
