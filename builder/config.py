@@ -6,7 +6,7 @@ language-model keys under ``text_config`` and leaves ``quantization_config`` at 
 :func:`read_configs` accepts both, returns one :class:`TargetConfig` and one :class:`DraftConfig`,
 and refuses what it can't account for: a key that is neither consumed nor on the allow-list, a
 missing key that would change results, values that contradict each other. Facts of the checkpoint come from the
-checkpoint; a key that only some releases have means, where it is left out, what the others do without it.
+checkpoint. If a key that only some releases have is missing, it means what the other releases do without it.
 """
 
 from __future__ import annotations

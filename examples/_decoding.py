@@ -51,7 +51,7 @@ class VerificationFlags:
     confidence_threshold: float | None = None
     """Of --scheduler threshold: the least acceptance probability that is worth a row."""
     confidence_temperatures: tuple[float, ...] = ()
-    """Calibrate the confidence head by one temperature a position, as measure_acceptance.py fits them."""
+    """Calibrate the confidence head by one temperature per position, as measure_acceptance.py fits them."""
     profile_costs: bool = False
     """Measure at start what steps of every size cost, for --scheduler early-stop or lookahead."""
 

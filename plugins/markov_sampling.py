@@ -234,7 +234,7 @@ def noisy_scores(
     scores = torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
     if not float64:
         return scores
-    # Dekker's split: the nearest number of 53 - 20 bits. It makes NaN of infinite scores, which stay as they are.
+    # Dekker's split: the nearest number of 53 - 20 bits. It would turn infinite scores into NaN, so those are kept.
     large = scores * _SPLIT
     rounded = large - (large - scores)
     return torch.where(rounded.isnan(), scores, rounded)

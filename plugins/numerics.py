@@ -2,9 +2,9 @@
 
 Matrix products of 16-bit and 8-bit operands are accumulated in float64 on the CPU and rounded once to
 float32. Their terms are short enough that the sums are exact or nearly so, which makes a row's result
-independent of the rows beside it: speculative and plain decoding then see the same logits. Functions such
-as the sigmoid are evaluated in float64 there for the same reason: torch's vectorised and scalar code, and
-so an element's place in the tensor, differ in the last bit of float32.
+independent of the other rows of the call: speculative and plain decoding then see the same logits. Functions such as
+the sigmoid are evaluated in float64 there for the same reason: in float32, torch's vectorised and scalar code differ in
+the last bit, so a result would depend on the element's place in the tensor.
 """
 
 from __future__ import annotations

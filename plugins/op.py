@@ -1,4 +1,4 @@
-"""What every operation of this package is.
+"""Defines what an operation of this package is.
 
 An operation is declared once, as a subclass of :class:`Op`: its attributes (a frozen dataclass), its
 inputs and outputs (names, dtypes and shapes with symbolic dimensions), a torch reference in the

@@ -97,7 +97,7 @@ class TensorRT:
 
     @contextmanager
     def messages(self) -> Iterator[None]:
-        """Forget TensorRT's error messages after the block; those of a block that succeeds become warnings."""
+        """Keep TensorRT's error messages until the block ends; if it succeeds, they become warnings."""
         self.log.errors.clear()
         try:
             yield

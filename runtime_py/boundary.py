@@ -1,8 +1,8 @@
-"""Which way the boundaries between sublayers go: fused through the mailbox, or stock.
+"""Decides how the boundaries between sublayers run: fused, through the mailbox, or as separate "stock" operations.
 
-The fused operation waits for its peers on the GPU, so one rank that takes the other way leaves the rest waiting
-for ever. :func:`plan` therefore looks at nothing but numbers that all ranks have alike: the rows of the call, and
-:class:`Facts` that the ranks told each other at the start.
+The fused operation waits for its peers on the GPU, so if one rank takes the other path, the rest wait for ever.
+:func:`plan` therefore uses only values that are equal on all ranks: the rows of the call, and the :class:`Facts` that
+the ranks exchanged at the start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Path(str, Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """The way of one call's boundaries, and why, in half a sentence."""
+    """The path of one call's boundaries, and the reason in half a sentence."""
 
     path: Path
     reason: str
@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides about boundaries, the same on every rank. Made by :meth:`gather`."""
+    """What the path of boundaries depends on, the same on every rank. Made by :meth:`gather`."""
 
     ranks: int
     nodes: int
@@ -70,7 +70,7 @@ class Facts:
 
 
 def plan(rows: int, facts: Facts) -> Plan:
-    """The way of a call of ``rows`` rows; a pure function, so all ranks come to the same."""
+    """The path for a call of ``rows`` rows; a pure function, so all ranks get the same result."""
     if facts.ranks == 1:
         return Plan(Path.FUSED, "one rank has nothing to exchange")
     if facts.nodes > 1:

@@ -40,7 +40,7 @@ def fork(main: torch.cuda.Stream, side: torch.cuda.Stream) -> Dependencies | Non
     """Let ``side``, all of whose work ``main`` has waited for, go on from where ``main`` is.
 
     Returns:
-        What :func:`join` wants of it; None outside of a capture.
+        What :func:`join` needs; None outside of a capture.
 
     Raises:
         CaptureError: CUDA does not tell, or refuses.

@@ -7,7 +7,7 @@ inserts those rows into the draft's rings and drafts the next block. Each reads 
 they are and replayed one after the other. What was emitted goes to the host as one small copy after
 ``verify``, which the host reads while the draft runs.
 
-Without a draft a step is a row of each request: its anchor goes through the target, which chooses the next one.
+Without a draft, a step has one row per request: its anchor goes through the target, which chooses the next one.
 
 Padding requests have slot -1: their rows enter no cache, they share the state's spare row, and nobody
 reads what they emit. Drafts after a request's limit are run and never kept.

@@ -44,7 +44,7 @@ class HostStep:
         context_window: rows of the target that a draft can still see.
         target_window: rows of one request that a call of the target may carry.
         max_rows: rows of one call of the target, all requests together.
-        max_context_rows: the same of the draft.
+        max_context_rows: context rows of one call of the draft, all requests together.
         slots: cache slots.
     """
 

@@ -4,9 +4,9 @@ A step of a request - drafting a block after its anchor and verifying it - draws
 made of the request's seed and the anchor's position. Within the step a draw is named by its purpose (a
 salt), by the position before the token that it decides, and by token id.
 
-The step has to be part of the key. Positions after a rejection are drafted again by the next step, and the
-first time their draws may already have been looked at: block verification and a schedule made ahead depend
-on them. Drawing the same numbers again would tie the second draft to the outcome of the first.
+The step has to be part of the key. The next step drafts the positions after a rejection again, and their first draws
+may already have had an effect: block verification and a schedule made ahead depend on them. Drawing the same numbers
+again would correlate the second draft with the outcome of the first.
 """
 
 from __future__ import annotations

@@ -208,8 +208,9 @@ class Request:
     def _ends_stop_string(self) -> bool:
         """Whether the output holds a stop string, given that it held none before its last token.
 
-        Such a string reaches into the last token's text, so the text of the last few tokens tells, whatever the length
-        of the output. Only where it says yes all of the output is asked: tokens may read otherwise where a text begins.
+        Such a string reaches into the last token's text, so it is enough to decode the last few tokens, however long
+        the output is. Only if their text holds one is the whole output decoded, because tokens may read differently at
+        the start of a text.
         """
         stops, detokenize = self.params.stop, self.detokenize
         if not stops or detokenize is None:

@@ -47,7 +47,7 @@ __device__ __forceinline__ float e8m0_value(uint32_t byte) {
   return __uint_as_float(byte - 1 < 254 ? byte << 23 : special);
 }
 
-// FP8 weights with one scale a square block of kBlock x kBlock: the same for all weight rows here.
+// FP8 weights with one scale per square block of kBlock x kBlock: the same for all weight rows here.
 template <int kBlock_>
 struct Fp8 {
   static constexpr int kBlock = kBlock_;

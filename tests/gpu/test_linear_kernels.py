@@ -194,7 +194,7 @@ def test_a_row_alone_and_in_a_batch_of_experts(seed: int, activation: torch.dtyp
 
 
 def test_experts_are_added_in_ascending_order(seed: int) -> None:
-    """Whatever the router's order was: to the bit what one call an expert gives, added in float32."""
+    """Whatever the router's order was: to the bit what one call per expert gives, added in float32."""
     x, indices, weights, *packed = Draw(seed, torch.float32).experts(9, 16, 6, 128, 64)
     order = indices.argsort(-1)
     total = torch.zeros_like(x)
