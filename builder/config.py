@@ -6,7 +6,7 @@ language-model keys under ``text_config`` and leaves ``quantization_config`` at 
 :func:`read_configs` accepts both, returns one :class:`TargetConfig` and one :class:`DraftConfig`,
 and refuses what it can't account for: a key that is neither consumed nor on the allow-list, a
 missing key that would change results, values that contradict each other. Facts of the checkpoint come from the
-checkpoint; a key that only some releases have means, where it is left out, what the others do without it.
+checkpoint. If a key that only some releases have is missing, it means what the other releases do without it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class TargetConfig(ModelConfig):
 
     num_hidden_layers: int
     compress_ratios: tuple[int, ...]
-    """One entry a layer; 0 is plain sliding-window attention."""
+    """One entry per layer; 0 is plain sliding-window attention."""
     num_hash_layers: int
     """Leading layers whose experts are chosen by token id (``ffn.gate.tid2eid``)."""
     feature_layer_ids: tuple[int, ...]
@@ -137,7 +137,7 @@ class DraftConfig(ModelConfig):
 
     num_stages: int
     block_size: int
-    """Drafted tokens a request; the value the checkpoint was trained with."""
+    """Drafted tokens per request; the value the checkpoint was trained with."""
     noise_token_id: int
     markov_rank: int
     num_features: int
@@ -323,7 +323,7 @@ def _contradictions(config: ModelConfig, *, prefix: str) -> list[str]:
     found += [f"{n} is {getattr(config, n)}, expected > 0" for n in numbers if not getattr(config, n) > 0]
     if config.num_experts_per_tok > config.n_routed_experts:
         found.append(
-            f"{type(config).__name__}: {config.num_experts_per_tok} experts a token of "
+            f"{type(config).__name__}: {config.num_experts_per_tok} experts per token of "
             f"{config.n_routed_experts} experts"
         )
     if config.head_dim <= config.qk_rope_head_dim or config.qk_rope_head_dim % 2:

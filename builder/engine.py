@@ -6,7 +6,7 @@ to it: the plugin lowering registers the creators, names version and namespace a
 native lowering inlines the functions and registers nothing; and both count the plugin layers of the parsed
 network against what was meant.
 
-Plans have two profiles: ``decode`` (a few rows a request, the captured step) and ``context`` (many rows).
+Plans have two profiles: ``decode`` (a few rows per request, the captured step) and ``context`` (many rows).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def dimension_ranges(kind: Kind, config: ModelConfig, build: BuildConfig) -> dict[str, dict[str, tuple[int, int, int]]]:
     """Profile name -> dynamic dimension (R requests, T rows of a call) -> (smallest, optimal, largest).
 
-    A decode call of the draft takes N + 1 context rows a request, one of the target the anchor and N
+    A decode call of the draft takes N + 1 context rows per request, one of the target the anchor and N
     drafts; a context call takes any number of rows, of the draft no more than its windows hold.
 
     Raises:

@@ -1,7 +1,7 @@
 """The engine directory: everything the runtime needs, and a header that says what it fits.
 
 config.json             the header, readable without TensorRT
-draft/rank{r}.engine    one plan a rank
+draft/rank{r}.engine    one plan per rank
 target/rank{r}.engine   the same for the target, unless only the draft was converted
 weights/                the rank shards, linked or copied: the torch session reads them
 tokenizer.json          and its configuration, if the checkpoint has them
@@ -94,6 +94,7 @@ class EngineDir:
 
     @property
     def tp_size(self) -> int:
+        """Number of tensor-parallel ranks that the engines were built for."""
         return self.mapping["tp_size"]
 
     @classmethod

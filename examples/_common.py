@@ -80,10 +80,10 @@ def read_text(path: Path, wanted: str) -> str:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, one a line; empty lines are passed over."""
-    lines = read_text(path, "a file with one prompt a line").splitlines()
+    """The prompts of a file, one per line; empty lines are passed over."""
+    lines = read_text(path, "a file with one prompt per line").splitlines()
     if not (prompts := [line for line in lines if line.strip()]):
-        raise RequestError(f"{path}: no prompt in it; expected one a line")
+        raise RequestError(f"{path}: no prompt in it; expected one per line")
     return prompts
 
 

@@ -26,7 +26,7 @@ class SamplingFlags(SamplingParams):
     """The sampling parameters as flags; :meth:`checked` refuses what is wrong, where an error carries the rank."""
 
     max_tokens: Annotated[int, tyro.conf.arg(name="max-output-len", aliases=("--max-tokens",))] = 128
-    """Tokens a prompt, unless the model stops before."""
+    """Tokens per prompt, unless the model stops before."""
 
     def __post_init__(self) -> None:
         pass
@@ -41,7 +41,8 @@ class VerificationFlags:
     """Which rule keeps drafts, and how many of them are verified."""
 
     rejection_sample_method: Literal["standard", "block"] = "standard"
-    """How drafts are kept at a temperature: one by one, or by block, which keeps more. Both leave the law alone."""
+    """How drafts are kept at a temperature: one by one, or by block, which keeps more. Neither changes the target's
+    distribution."""
     scheduler: Literal["full", "threshold", "early-stop", "lookahead"] = "full"
     """Drafts to verify: all; those before an unlikely one; as many as pay for themselves, decided draft by draft
     or two steps ahead."""
@@ -50,7 +51,7 @@ class VerificationFlags:
     confidence_threshold: float | None = None
     """Of --scheduler threshold: the least acceptance probability that is worth a row."""
     confidence_temperatures: tuple[float, ...] = ()
-    """Calibrate the confidence head by one temperature a position, as measure_acceptance.py fits them."""
+    """Calibrate the confidence head by one temperature per position, as measure_acceptance.py fits them."""
     profile_costs: bool = False
     """Measure at start what steps of every size cost, for --scheduler early-stop or lookahead."""
 

@@ -24,7 +24,7 @@ together, and features and caches are the target's.
 
 What counts as equal is told in ``_comparison.py``, with the limits of ``LIMITS`` and, for engines,
 ``ENGINE_LIMITS`` in this script. In 16 bits an engine, which sums in another order, can turn a near tie: a row
-goes to another expert, or gets another token and other drafts behind it. Limits are not widened to hide that, or
+goes to another expert, or gets another token and other drafts after it. Limits are not widened to hide that, or
 they would hide broken kernels too: such an output is FAILED, with the number of rows beyond the limit. A tie moves
 single rows, a broken kernel many.
 
@@ -95,7 +95,7 @@ where an expert had changed. Engines in bfloat16 were not measured."""
 CALLS = 4
 """Calls of each network that are compared, the first ones of the decode; of a prefill in parts, all parts are one."""
 TOKENS = 16
-"""Tokens a prompt: enough for that many calls."""
+"""Tokens per prompt: enough for that many calls."""
 SLOWEST_BYTES_PER_SECOND = 5e6
 """Of a rank's weights, in whatever is done with them: the slowest is a call of references on a busy CPU."""
 PROMPTS = Path(__file__).with_name("prompts.txt")

@@ -4,7 +4,7 @@
 
 For people whose draft deviates from a reference: run both on the same prompt and compare tensor by tensor.
 Each prompt goes through the target, whose greedy next token becomes the request's anchor, and one draft
-step runs behind it. With R requests, N context rows (all rows of all prompts), F captured layers, hidden size H,
+step runs after it. With R requests, N context rows (all rows of all prompts), F captured layers, hidden size H,
 B drafted tokens, blocks of P rows (B, or B + 1 where the anchor is not sampled), cache rows of D channels and a
 vocabulary of V, the file holds
 
@@ -182,7 +182,7 @@ def run_target(network: Network, prompts: Sequence[Sequence[int]], window: int) 
 
 
 def read_features(path: Path, config: DraftConfig, dtype: torch.dtype) -> Step:
-    """The start of a step from a file; anchors stand right behind the last row of their request."""
+    """The start of a step from a file; anchors stand right after the last row of their request."""
     try:
         found = load_file(path)
     except SafetensorError as error:
@@ -226,7 +226,7 @@ def _value_problems(anchors: Tensor, positions: Tensor, request: Tensor, config:
     problems, count = _count_problems(len(anchors)), len(anchors)
     if not bool(((anchors >= 0) & (anchors < config.vocab_size)).all()):
         problems.append(f"anchor_ids is {anchors.tolist()}, expected ids of 0..{config.vocab_size - 1}")
-    # Behind the last row there is room for a block.
+    # After the last row there is room for a block.
     limit = config.max_position_embeddings - config.block_rows
     if bad := positions[(positions < 0) | (positions >= limit)].tolist():
         problems.append(f"context_positions has {bad[:5]}, expected 0..{limit - 1}")

@@ -75,7 +75,7 @@ class Options:
     """File with one text a line, best of text that the model was not trained on; without, the one beside this
     script."""
     max_output_len: int = 96
-    """Tokens a prompt; the model's own end is passed over."""
+    """Tokens per prompt; the model's own end is passed over."""
     seed: int = 0
     """Of the first prompt; the others follow."""
     bootstrap_samples: int = 2000
@@ -174,7 +174,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     for row in measure(options, prompts, params, communicator, progress):
         rows.append(row)
         steps, tokens = row["steps"], row["tokens_per_step"].mean
-        console.print(f"temperature {row['temperature']:g}, {row['method']}: {steps} steps, {tokens:.2f} tokens a step")
+        told = f"{steps} steps, {tokens:.2f} tokens per step"
+        console.print(f"temperature {row['temperature']:g}, {row['method']}: {told}")
     rows.sort(key=lambda row: row["temperature"])
     for what in ("kept", "kept_given_before"):
         console.print(acceptance_table(rows, what))
@@ -248,7 +249,7 @@ def measure(
 
 
 def estimates(steps: Sequence[tuple[int, int]], block: int, samples: int) -> dict[str, Any]:
-    """Tokens a step, and by position the share of drafts kept, of all steps and given the draft before.
+    """Tokens per step, and by position the share of drafts kept, of all steps and given the draft before.
 
     Args:
         steps: a prompt's index and how many of its ``block`` drafts were kept, for each step.
@@ -281,7 +282,7 @@ def acceptance_table(rows: Sequence[dict[str, Any]], what: str) -> Table:
     """One line a setting; ``what`` is the list of estimates to show by position."""
     title = {"kept": "drafts kept by position, %", "kept_given_before": "drafts kept, given the one before, %"}[what]
     positions = [str(i + 1) for i in range(len(rows[0][what]))]
-    table = Table("temperature", "method", "tokens a step", *positions, title=f"{title} ({LEVEL:.0%} interval)")
+    table = Table("temperature", "method", "tokens per step", *positions, title=f"{title} ({LEVEL:.0%} interval)")
     for row in rows:
         shares = ["-" if e is None else interval(e, "{:.0f}", 100) for e in row[what]]
         table.add_row(f"{row['temperature']:g}", row["method"], interval(row["tokens_per_step"], "{:.2f}"), *shares)
@@ -294,7 +295,7 @@ def interval(estimate: Estimate, form: str, factor: float = 1) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], pyplot: Any) -> Any:
-    """A figure: tokens a step by temperature, and the share kept by position; block verification dashed."""
+    """A figure: tokens per step by temperature, and the share kept by position; block verification dashed."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for method, style in {"standard": "o-", "block": "o--"}.items():
         own = [row for row in rows if row["method"] in (method, "greedy")]
@@ -312,7 +313,7 @@ def draw(rows: Sequence[dict[str, Any]], pyplot: Any) -> Any:
         labelled.add(temperature)
         style = "o--" if row["method"] == "block" else "o-"
         right.plot(range(1, len(shares) + 1), shares, style, color=colours[temperature], label=label, markersize=4)
-    left.set(xlabel="temperature", title=f"tokens a step, {LEVEL:.0%} intervals")
+    left.set(xlabel="temperature", title=f"tokens per step, {LEVEL:.0%} intervals")
     right.set(xlabel="position in the draft block", title="share of drafts kept; dashed: block verification")
     right.set(ylim=(0, 1), xticks=range(1, len(rows[0]["kept"]) + 1))
     for axes in (left, right):

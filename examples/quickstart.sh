@@ -53,7 +53,7 @@ mpirun "${flags[@]}" -n $ranks python examples/run.py --engine-dir "$out/engines
 step "done in $((SECONDS - started)) s. What you have now"
 cat << EOF
   $out/engines          engine directory: a plan for each network and rank, its header, weights, tokenizer
-  $out/stats.json       tokens a step, accepted tokens by position, the identity with target-only decoding
+  $out/stats.json       tokens per step, accepted tokens by position, the identity with target-only decoding
   $out/acceptance.png   accepted tokens by position, drawn
 
 Go on, after: source .venv/bin/activate

@@ -111,7 +111,7 @@ class Options:
         if self.compare_target_only and sampling.temperature > 0:
             problems.append(
                 "--compare-target-only wants the same tokens, and at a temperature the two runs draw different ones "
-                "of the same law; leave out either"
+                "from the same distribution; leave out either"
             )
         return problems
 
@@ -228,7 +228,7 @@ def prompt_texts(options: Options) -> list[str]:
 
 
 class Stream:
-    """Prints tokens as they are accepted: one prompt as running text, several as a line a step and prompt."""
+    """Prints tokens as they are accepted: one prompt as running text, several as one line per step and prompt."""
 
     def __init__(self, console: Console, text: Text, prompts: Sequence[str]):
         self._console, self._text, self._several = console, text, len(prompts) > 1
@@ -287,12 +287,12 @@ def summary_table(stats: Statistics, prompts: int) -> Table:
     for name, value in {
         "prompts": prompts,
         "tokens": tokens,
-        "tokens a step": f"{stats.tokens_per_step:.2f}",
+        "tokens per step": f"{stats.tokens_per_step:.2f}",
         "prefill": f"{stats.prefill_seconds:.2f} s",
         "target": f"{stats.target_seconds:.2f} s",
         "verification": f"{stats.verify_seconds:.2f} s",
         "draft": f"{stats.draft_seconds:.2f} s",
-        "together": f"{stats.total_seconds:.2f} s, {tokens / stats.total_seconds:.1f} tokens a second",
+        "together": f"{stats.total_seconds:.2f} s, {tokens / stats.total_seconds:.1f} tokens per second",
     }.items():
         table.add_row(name, str(value))
     return table
@@ -306,7 +306,7 @@ def phase_table(stats: Statistics) -> Table:
     on_device = stats.device_steps == stats.decode_calls
     phases["host gap"] = stats.gap_seconds if on_device else decoding - sum(phases.values())
     steps = max(stats.decode_calls, 1)
-    table = Table("phase", "ms a step", "share", title="a step")
+    table = Table("phase", "ms per step", "share", title="a step")
     for name, seconds in phases.items():
         table.add_row(name, f"{1000 * seconds / steps:.3f}", f"{seconds / decoding:.0%}" if decoding else "")
     return table
@@ -372,7 +372,7 @@ def plot_acceptance(stats: Statistics, path: Path, pyplot: Any) -> None:
     bars = axes.bar(positions, shares, color="#76b900")
     axes.bar_label(bars, [f"{share:.0%}" for share in shares])
     axes.set(
-        title=f"{stats.tokens_per_step:.2f} tokens a step",
+        title=f"{stats.tokens_per_step:.2f} tokens per step",
         xlabel="position in the draft block",
         ylabel="share of drafts accepted",
         xticks=positions,

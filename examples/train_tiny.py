@@ -2,7 +2,7 @@
 
 Byte-level, four target layers and three draft stages, on public-domain novels (``examples/tiny/corpus``).
 The target learns to predict the next byte. Then it is frozen and the draft learns, for blocks of five
-bytes behind random anchors, the target's own distributions: total variation (what sampling would
+bytes after random anchors, the target's own distributions: total variation (what sampling would
 reject) and cross-entropy to the target's choice (what greedy decoding would reject), earlier positions
 weighing more; the confidence head learns one minus the total variation.
 
@@ -108,13 +108,13 @@ class TrainConfig:
     target_steps: int = 2200
     """Optimiser steps of the target."""
     draft_steps: int = 3000
-    """Optimiser steps of the draft, behind the target's."""
+    """Optimiser steps of the draft, after the target's."""
     batch_size: int = 32
-    """Sequences a step."""
+    """Sequences per step."""
     sequence_length: int = 512
     """Bytes of a sequence."""
     anchors: int = 32
-    """Draft blocks a sequence."""
+    """Draft blocks per sequence."""
     learning_rate: float = 2e-3
     """The largest, between warm-up and decay."""
     seed: int = 0
@@ -190,7 +190,7 @@ def train_window_attention(attn: LatentAttention, batch: int) -> Callable[..., t
 
 
 def train_block_attention(attn: DraftBlockAttention, x: Tensor, main_x: Tensor, anchors: Tensor) -> Tensor:
-    """x [b * a * B, H] blocks behind ``anchors`` [b, a], main_x [b, L, H] -> [b * a * B, H]."""
+    """x [b * a * B, H] blocks after ``anchors`` [b, a], main_x [b, L, H] -> [b * a * B, H]."""
     batch, count = anchors.shape
     block, length = attn.config.block_size, main_x.shape[1]
     dims, theta = attn.config.qk_rope_head_dim, attn.config.rope_theta

@@ -42,7 +42,7 @@ def cache_entry(kv: Tensor, positions: Tensor, attributes: CacheAttributes) -> T
 
 
 def sink_attention(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor) -> Tensor:
-    """Softmax attention with a sink logit a head; keys are also the values.
+    """Softmax attention with a sink logit per head; keys are also the values.
 
     Blocks of 64 keys in order: running maximum m, denominator += sum exp(s - m) in float32, weighted
     sum with the probabilities rounded to q's dtype. The sink joins the denominator at the end and is

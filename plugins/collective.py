@@ -1,4 +1,4 @@
-"""How a network in torch reaches the other ranks where no kernel does.
+"""Gives networks in torch the collectives that no kernel provides.
 
 Kernels between ranks use the mailbox; their torch references, and a loop that is split by requests, need some other
 way. Whoever runs a rank-local network provides one for the time of the call::

@@ -41,7 +41,7 @@ class ContextKvInsert(Op):
 
     def onnx_body(self, attributes: CacheAttributes, cast: str) -> str:
         dim = attributes.head_dim
-        # Rows that write nothing go to one spare row behind the ring, which is cut off again.
+        # Rows that write nothing go to one spare row after the ring, which is cut off again.
         return f"""
             {onnx_rope_tables("positions", attributes, dim)}
             {onnx_rotate("kv", "rotated", "cos", "sin", cast)}

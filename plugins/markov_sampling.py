@@ -11,7 +11,7 @@ logits are float64, and scores are compared after one rounding to 33 significant
 resolution, and what a kernel can pack into one word beside an id of 20 bits.
 
 ``features`` are the embeddings W1[prev_i] that slot i's bias came from, for the confidence head.
-``corrected_logits`` are base + bias before the temperature: what verification needs as the draft's law.
+``corrected_logits`` are base + bias before the temperature: what verification needs as the draft's distribution.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Attributes(LoopAttributes):
 
 
 class Sampler(Protocol):
-    """Chooses a token a row; a hook for watermarks and the like, in drafting and in verification."""
+    """Chooses one token per row; a hook for watermarks and the like, in drafting and in verification."""
 
     def __call__(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, salt: int) -> Tensor:
         """Tokens [n] int32 for logits [n, V] at ``temperature`` [n] (0 = greedy).
 
         ``seeds`` [n, 2], ``positions`` [n] and ``salt`` are the draw's key. What verification takes as the
-        draft's law is the softmax of ``logits / temperature`` after the call: a sampler that draws from
-        another law writes that law's logits into ``logits``.
+        draft's distribution is the softmax of ``logits / temperature`` after the call: a sampler that draws from
+        another distribution writes its logits into ``logits``.
         """
         ...
 
@@ -234,7 +234,7 @@ def noisy_scores(
     scores = torch.where(temperature.unsqueeze(-1) > 0, tempered, logits)
     if not float64:
         return scores
-    # Dekker's split: the nearest number of 53 - 20 bits. It makes NaN of infinite scores, which stay as they are.
+    # Dekker's split: the nearest number of 53 - 20 bits. It would turn infinite scores into NaN, so those are kept.
     large = scores * _SPLIT
     rounded = large - (large - scores)
     return torch.where(rounded.isnan(), scores, rounded)

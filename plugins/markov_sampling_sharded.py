@@ -2,10 +2,10 @@
 
 Rank r has the L rows of W2 from r * ceil(V / tp) on and those columns of the base logits; L is ceil(V / tp) or less
 at the end of the vocabulary, and rows beyond it are padding and never chosen. W1 is whole on every rank. A slot's
-winners travel as (value, id) pairs, one exchange a slot; the largest value wins, of equals the lowest id. So every
-rank has the tokens and features that MarkovSampling gives on the whole tables, to the bit if a column of a product
-does not depend on those beside it (16-bit tables, see ``numerics``). No rank has the whole corrected logits, so there
-is no such output.
+winners travel as (value, id) pairs, in one exchange per slot; the largest value wins, and of equal values the lowest
+id. So every rank has the tokens and features that MarkovSampling gives on the whole tables, to the bit if a column of a
+product does not depend on those beside it (16-bit tables, see ``numerics``). No rank has the whole corrected logits, so
+there is no such output.
 
 The kernel exchanges the pairs, packed in one word, through the regions of the mailbox that MhcAllReduce uses too
 (``cpp_plugins/kernels/markov_exchange.cuh``); the constants below are the layout of its part. It is an operation of

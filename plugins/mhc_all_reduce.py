@@ -7,12 +7,12 @@
 3. hidden = sum_k pre_k * streams'_k, from the rounded streams, rounded;
 4. normed = norm_weight * hidden / rms(hidden), from the rounded hidden, rounded.
 
-With ``quant_width`` the normed row comes out a second time as MXFP8: 5. e4m3 codes and an E8M0 scale byte for
-each 32 channels, with the bits of :func:`~.numerics.act_quant` of the rounded normed row, so a product of these
-codes is the product that QuantizedLinear makes of ``normed``. A group with an infinity or a NaN has the scale byte
-255 (NaN) and all codes 0x7F (NaN). Scales are linear [rows, H / 32]; ``swizzled_tiles`` adds the layout that
-block-scaled matrix instructions read: tiles of 128 rows x 4 groups, byte (r % 32) * 16 + r // 32 * 4 + g of a tile
-for its row r and group g, zero where there is no such row or group.
+With ``quant_width`` there is a step 5, which returns the normed row as MXFP8 as well: e4m3 codes and one E8M0 scale
+byte per 32 channels. They have the bits of :func:`~.numerics.act_quant` of the rounded normed row, so a product of
+these codes is the product that QuantizedLinear makes of ``normed``. A group with an infinity or a NaN has the scale
+byte 255 (NaN) and all codes 0x7F (NaN). Scales are linear [rows, H / 32]; ``swizzled_tiles`` adds the layout that
+block-scaled matrix instructions read: tiles of 128 rows x 4 groups, byte (r % 32) * 16 + r // 32 * 4 + g of a tile for
+its row r and group g, zero where there is no such row or group.
 
 V4.1 knows ``pre`` before the reduction (it is the previous sublayer's), so all four steps are one
 operation. V4 needs a projection of streams' first: it uses :class:`MhcAllReduceResidualOnly`, steps 1
@@ -41,7 +41,7 @@ from .numerics import act_quant, rms_norm
 from .op import Op, TensorSpec
 
 MAILBOX_ROWS = 256
-"""Rows a call may have with several ranks; decides how large a mailbox is."""
+"""Most rows of a call of several ranks; decides the size of a mailbox."""
 MAILBOX_GENERATIONS = 3
 MAILBOX_HEADER_BYTES = 128
 MAILBOX_WORDS = MappingProxyType(

@@ -5,10 +5,10 @@ projections become ``pre`` (sigmoid + eps, collapses the streams), ``post`` (2 *
 sublayer's output) and ``comb`` (source x target, made nearly doubly stochastic by Sinkhorn rounds that
 end on the columns).
 
-The first sublayer of a network is a shortcut (spec 3.4): embedded rows enter it as four equal streams, so
-projecting all four with fn is projecting one with the sum of fn's four parts, and the mean square of one is that of
-all. A call that passes this sum (:func:`sum_over_streams`, [24, H]) in place of fn [24, 4H] states that the streams
-are equal: only the first is read.
+The first sublayer of a network allows a shortcut (spec 3.4): embedded rows enter it as four equal streams, so
+projecting all four with fn equals projecting one with the sum of fn's four parts, and the mean square of one equals
+that of all. A call that passes this sum (:func:`sum_over_streams`, [24, H]) in place of fn [24, 4H] states that the
+streams are equal: only the first is read.
 """
 
 from __future__ import annotations

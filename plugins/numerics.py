@@ -2,9 +2,9 @@
 
 Matrix products of 16-bit and 8-bit operands are accumulated in float64 on the CPU and rounded once to
 float32. Their terms are short enough that the sums are exact or nearly so, which makes a row's result
-independent of the rows beside it: speculative and plain decoding then see the same logits. Functions such
-as the sigmoid are evaluated in float64 there for the same reason: torch's vectorised and scalar code, and
-so an element's place in the tensor, differ in the last bit of float32.
+independent of the other rows of the call: speculative and plain decoding then see the same logits. Functions such as
+the sigmoid are evaluated in float64 there for the same reason: in float32, torch's vectorised and scalar code differ in
+the last bit, so a result would depend on the element's place in the tensor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pow2_ceil(x: Tensor) -> Tensor:
 
 
 def act_quant(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise the last dimension to FP8 e4m3 with one power-of-two scale a ``group`` channels.
+    """Quantise the last dimension to FP8 e4m3 with one power-of-two scale per ``group`` channels.
 
     Returns:
         codes, float32 values that e4m3 holds exactly, shaped like x; scales [..., K / group] float32.
@@ -97,7 +97,7 @@ def decode_fp4(packed: Tensor) -> Tensor:
 
 
 def expand_block_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Repeat [ceil(N / bn), ceil(K / bk)] block scales to one value an element, [N, K]."""
+    """Repeat [ceil(N / bn), ceil(K / bk)] block scales to one value per element, [N, K]."""
     wide = scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return wide[..., : shape[0], : shape[1]]
 
@@ -110,7 +110,7 @@ def quantized_matmul(x: Tensor, weight: Tensor, weight_scale: Tensor, *, group: 
     Args:
         x: [n, K] activations.
         weight: [N, K] float32 values of the FP8 or FP4 codes.
-        weight_scale: [N, K / block] float32, one scale a row and block.
+        weight_scale: [N, K / block] float32, one scale per row and block.
         group: channels of x that share a scale; a multiple of ``block`` or equal to it.
     """
     codes, scale = act_quant(x, group)

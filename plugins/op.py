@@ -1,4 +1,4 @@
-"""What every operation of this package is.
+"""Defines what an operation of this package is.
 
 An operation is declared once, as a subclass of :class:`Op`: its attributes (a frozen dataclass), its
 inputs and outputs (names, dtypes and shapes with symbolic dimensions), a torch reference in the
@@ -220,9 +220,12 @@ def executor_scope(executor: OpExecutor) -> Iterator[None]:
 
 
 def encode_attributes(attributes: Any) -> dict[str, Any]:
-    """Attributes as an ONNX node carries them: bool as 0 / 1, integers checked to fit 31 bits.
+    """Attributes as an ONNX node carries them: bool as 0 / 1, integers checked to fit signed 32 bits.
 
-    TensorRT cuts integers beyond 31 bits without a message, so such a value is refused here.
+    TensorRT truncates larger integers without a message, so they are refused here.
+
+    Raises:
+        OpError: an integer does not fit.
     """
     encoded: dict[str, Any] = {}
     for field in dataclasses.fields(attributes):

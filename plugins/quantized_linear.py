@@ -1,7 +1,7 @@
 """QuantizedLinear: activations quantised on the fly times FP8 weights (spec 3.0, FP8 GEMM).
 
 The weight is carried as the released bytes: e4m3 codes [N, K] and E8M0 scales of square blocks. Each row
-of x gets one power-of-two scale a group of channels; blocks along K are accumulated in order in float32
+of x gets one power-of-two scale per group of channels; blocks along K are accumulated in order in float32
 and the result is rounded once.
 """
 
@@ -38,7 +38,7 @@ class QuantizedLinear(Op):
     def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
         wanted = [-(-sizes[dim] // attributes.block) for dim in "NK"]
         found = [sizes["M"], sizes["J"]]
-        return "" if found == wanted else f"scale has shape {found}, expected {wanted}: one a block of the weight"
+        return "" if found == wanted else f"scale has shape {found}, expected {wanted}: one per block of the weight"
 
     def reference(self, attributes: Attributes, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         block = attributes.block

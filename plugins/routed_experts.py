@@ -2,7 +2,7 @@
 
 Expert e: g = w1 x and u = w3 x (FP4 GEMM, rounded to the activation type), u clamped to +-limit, g to at
 most limit, a = silu(g) * u * routing weight, rounded; then w2 a, which quantises a again. The weights are
-the released bytes, two FP4 codes a byte with one E8M0 scale per 32 channels. An id outside 0..E-1 stands for
+the released bytes, two FP4 codes per byte with one E8M0 scale per 32 channels. An id outside 0..E-1 stands for
 no expert and adds nothing. Rank-local: with a sharded intermediate dimension the result is this rank's partial
 sum.
 """

@@ -1,11 +1,11 @@
 """What only TensorRT-RTX needs: a library under its unversioned name, and a cache of kernels that it compiles.
 
 At the first plugin node its ONNX parser opens the unversioned ``libtensorrt_rtx.so``, which the wheels don't
-ship, and ends the process when it fails. A library that is already loaded under that SONAME satisfies the
-loader, so before a parse one is loaded if need be: a few hundred bytes of ELF without code, whose SONAME is the
-missing name and whose only dependency is the versioned library. It is written here, in memory, because neither
-a compiler nor a writable site-packages can be taken for granted, and because (unlike a directory on
-LD_LIBRARY_PATH) it works in a process that has already started, in whatever order the libraries were imported.
+ship, and ends the process when it fails. A library that is already loaded under that SONAME satisfies the loader, so if
+needed, one is loaded before a parse: a few hundred bytes of ELF without code, whose SONAME is the missing name and
+whose only dependency is the versioned library. It is made here, in memory, because neither a compiler nor a writable
+site-packages can be taken for granted, and because (unlike a directory on LD_LIBRARY_PATH) it works in a process that
+has already started, in whatever order the libraries were imported.
 
 TensorRT-RTX compiles kernels for the GPU that it finds when contexts are made. The cache keeps them in a file
 from one run to the next.
@@ -79,7 +79,7 @@ class RuntimeCache:
     def __init__(self, module: Any, engine: Any, path: Path):
         self._path = path
         self.config = engine.create_runtime_config()
-        # Kernels that are replaced in the background would change a call's last bits, and its captured graph not.
+        # Kernels that are replaced in the background would change the last bits of calls, but not of captured graphs.
         self.config.dynamic_shapes_kernel_specialization_strategy = (
             module.DynamicShapesKernelSpecializationStrategy.EAGER
         )

@@ -2,7 +2,7 @@
 
 A call first inserts its rows into the ring (:mod:`.context_kv_insert`) and then attends: the row at
 position p of slot s reads the entries of positions p - W + 1 .. p from ring[s, x mod Wr], in position
-order. A ring of Wr >= W + L rows serves calls of up to L rows a request: what such a call overwrites is
+order. A ring of Wr >= W + L rows serves calls of up to L rows per request: what such a call overwrites is
 older than every window in it, so rows of rejected drafts never hide history either. The layout of a
 row's keys depends on its position alone, not on the other rows of the call. A slot outside 0..S-1 gives
 a zero row. The output is rotated back to the row's position.
@@ -42,7 +42,7 @@ class TargetAttention(Op):
 
     def size_problem(self, attributes: Attributes, sizes: Mapping[str, Any]) -> str:
         rows, window = sizes["W"], attributes.window
-        return "" if rows >= window else f"ring has {rows} rows a slot, expected {window} (the window) or more"
+        return "" if rows >= window else f"ring has {rows} rows per slot, expected {window} (the window) or more"
 
     def reference(
         self, attributes: Attributes, q: Tensor, positions: Tensor, slots: Tensor, ring: Tensor, sink: Tensor

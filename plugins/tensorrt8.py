@@ -1,13 +1,14 @@
 """What only TensorRT 8 needs: its networks are free to compute a tensor in another type than the model's.
 
-From TensorRT 10 on networks are strongly typed. Here, where float16 occurs, what the model computes in float32 is
-pinned to that, layers and outputs, and the builder is told to obey; what it computes in float16 may be computed in
-either. So nothing is rounded more coarsely than the model says. Plugins have the model's types on both sides: their
-attribute ``activation`` says which. The parsed network can't be asked for types: it calls computed tensors float32
-whatever goes into them. They come from the model, by the names that the parser keeps; what the parser puts between
-them takes the type of its inputs. It calls float16 weights float32 too, and that stands: their products are then
-computed in float32, while free to be either they came out in other bits on two ranks that shared a timing cache.
-External libraries of kernels stay out of it: installations without cuBLAS and cuDNN are common, and our engines don't
+From TensorRT 10 on, networks are strongly typed. Here, in a model with float16, the layers and outputs that the model
+computes in float32 are pinned to float32, and the builder must obey; what the model computes in float16 may be computed
+in either type. So nothing is rounded more coarsely than the model says. Inputs and outputs of plugins have the model's
+types, which their attribute ``activation`` names. The parsed network does not know the types: it reports every computed
+tensor as float32. We take them from the model, by the tensor names that the parser keeps; what the parser inserts
+between them gets the type of its inputs. The parser also reports float16 weights as float32. We leave that, so their
+products run in float32. Left free to choose, two ranks that shared a timing cache computed different bits.
+
+External kernel libraries are switched off: installations without cuBLAS and cuDNN are common, and our engines don't
 need them.
 """
 

@@ -121,7 +121,7 @@ class TensorRT:
             del self.log.watched[prefix]
 
     def error_text(self) -> str:
-        """The error messages of the open :meth:`messages` block, one a line."""
+        """The error messages of the open :meth:`messages` block, one per line."""
         return "\n".join(dict.fromkeys(self.log.errors)) or "(TensorRT gave no reason)"
 
     def said(self, reasons: Iterable[str] = ()) -> str:

@@ -6,9 +6,9 @@ aliases) follows from the declaration in :mod:`.op`. ``cpp_plugins`` has the sam
 without Python.
 
 TensorRT calls these methods from C++ and loses their exceptions: some end a build without a reason, some
-(``get_fields_to_serialize``, ``get_workspace_size``, ``get_aliased_input``) are printed and then ignored,
-so that a broken plan comes out. Every method therefore notes what went wrong in :class:`PluginFailures`,
-and whoever builds looks there, after a success too.
+(``get_fields_to_serialize``, ``get_workspace_size``, ``get_aliased_input``) are printed and then ignored, so that the
+build returns a broken plan. Every method therefore records what went wrong in :class:`PluginFailures`, and the build
+checks that, even after a success.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ACTIVATIONS = ("float32", "float16", "bfloat16")
 
 @dataclass
 class PluginFailures:
-    """What plugin methods had to say while TensorRT could not."""
+    """Errors of plugin methods, which TensorRT does not pass on."""
 
     errors: list[str] = field(default_factory=list)
     """Faults; a build with one is void even if TensorRT returned a plan."""
@@ -110,7 +110,7 @@ def require_creators(api: TensorRT, wanted: Mapping[str, int], library: Path | N
 
 @contextmanager
 def registered_creators(api: TensorRT, ops: Iterable[Op]) -> Iterator[PluginFailures]:
-    """Register a creator an operation for the time of the block, and collect what its plugins report.
+    """Register one creator per operation for the time of the block, and collect what its plugins report.
 
     For TensorRT 8, which can't have plugins in Python, the library of plugins in C++ is loaded instead, and stays.
 

@@ -1,9 +1,9 @@
-"""How likely each draft is to be kept, given that those before it are: from the confidence head or from experience.
+"""The probability that each draft is kept, given that those before it are: from the confidence head or past steps.
 
-The head's logits are divided by one temperature a position, fitted in sequence (sequential temperature
-scaling): position i's is the one for which the product over positions 1 .. i is best calibrated, the earlier
-temperatures being fixed. Where no head ships, acceptance by position is estimated from past steps instead.
-A scheduler has one of the two.
+The head's logits are divided by one temperature per position, fitted in sequence (sequential temperature
+scaling): position i's temperature is the one that calibrates the product over positions 1 .. i best, with the earlier
+temperatures fixed. For drafts without a confidence head, acceptance by position is estimated from past steps. A
+scheduler uses one of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BINS = 16
 
 
 class ScheduleError(ValueError):
-    """What a schedule is to go by is out of range, or does not fit the draft."""
+    """A value that a schedule depends on is out of range, or does not fit the draft."""
 
 
 class Acceptance(Protocol):
@@ -38,7 +38,8 @@ class Acceptance(Protocol):
 
 @dataclass(frozen=True)
 class HeadAcceptance:
-    """The confidence head's, calibrated by one temperature a position; without any, as it is."""
+    """The confidence head's probabilities, calibrated by one temperature per position; without temperatures, as they
+    are."""
 
     temperatures: Sequence[float] = ()
 
@@ -89,10 +90,10 @@ def calibration_error(predicted: Tensor, outcome: Tensor) -> Tensor:
 
 
 class OnlineAcceptance:
-    """Kept per tried draft of each position over the steps so far, distant ones counting less.
+    """For each position, the share of tried drafts that were kept so far; older steps count less.
 
-    The prior counts as that many tried drafts and does not fade. It is optimistic, so that a position that is
-    not verified any more drifts back to where it is tried again.
+    The prior counts as ``prior`` tried drafts and does not fade. It is optimistic, so that a position that is no longer
+    verified drifts back to where it is tried again.
     """
 
     def __init__(self, block: int, *, decay: float = 0.999, prior: float = 64.0, prior_rate: float = 1.0):
@@ -106,7 +107,7 @@ class OnlineAcceptance:
     def record(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
         index = torch.arange(len(self._tried))
         verified, kept = torch.tensor(lengths).unsqueeze(1), torch.tensor(accepted).unsqueeze(1)
-        # Behind the first draft that was not kept nothing is learned.
+        # Drafts after the first that was not kept teach nothing.
         tried = (index < verified) & (index <= kept)
         self._tried = self._decay * self._tried + tried.sum(0)
         self._kept = self._decay * self._kept + (tried & (index < kept)).sum(0)

@@ -17,7 +17,7 @@ Backend = Literal["auto", "torch", "tensorrt"]
 
 @dataclass(frozen=True)
 class Executor:
-    """What runs the networks, and why it is not the other, in half a sentence."""
+    """What runs the networks, and why the other executor does not, in half a sentence."""
 
     api: TensorRT | None
     """The TensorRT that runs the engines; None for the torch session."""

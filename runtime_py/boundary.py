@@ -1,8 +1,8 @@
-"""Which way the boundaries between sublayers go: fused through the mailbox, or stock.
+"""Decides how the boundaries between sublayers run: fused, through the mailbox, or as separate "stock" operations.
 
-The fused operation waits for its peers on the GPU, so one rank that takes the other way leaves the rest waiting
-for ever. :func:`plan` therefore looks at nothing but numbers that all ranks have alike: the rows of the call, and
-:class:`Facts` that the ranks told each other at the start.
+The fused operation waits for its peers on the GPU, so if one rank takes the other path, the rest wait for ever.
+:func:`plan` therefore uses only values that are equal on all ranks: the rows of the call, and the :class:`Facts` that
+the ranks exchanged at the start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Route(str, Enum):
 
 @dataclass(frozen=True)
 class BoundaryPlan:
-    """The route of one call's boundaries, and why, in half a sentence."""
+    """The route of one call's boundaries, and the reason in half a sentence."""
 
     route: Route
     reason: str
@@ -43,7 +43,7 @@ class BoundaryPlan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides about boundaries, the same on every rank. Made by :meth:`gather`."""
+    """What the path of boundaries depends on, the same on every rank. Made by :meth:`gather`."""
 
     ranks: int
     nodes: int
@@ -72,7 +72,7 @@ class Facts:
 
 
 def plan(rows: int, facts: Facts) -> BoundaryPlan:
-    """The way of a call of ``rows`` rows; a pure function, so all ranks come to the same."""
+    """The route of a call of ``rows`` rows; a pure function, so all ranks get the same result."""
     if facts.ranks == 1:
         return BoundaryPlan(Route.FUSED, "one rank has nothing to exchange")
     if facts.nodes > 1:

@@ -1,10 +1,11 @@
 """Forks a stream and joins it again, inside a capture without edges that others imply.
 
-A stream under capture carries the nodes that its next node will depend on. Waiting for another stream adds that one's
-nodes and drops none. So after a join, a fork's first node would depend on what the side stream did last time as well
-as on the node behind the join, and a join with nothing beside it on both ends of the fork. Such edges order nothing
-anew, but a node that waits for two others starts microseconds later (tests/benchmarks/results, two streams). Under
-capture the nodes are therefore set, not added to. Outside of one, streams wait for events as usual.
+A stream under capture carries the set of nodes that its next node will depend on. Waiting for another stream adds that
+stream's nodes to the set and removes none. Without correction, the first node of each later fork would also depend on
+the side stream's previous work, and a join with nothing beside it would depend on both ends of the fork. Such edges
+impose no new order, but a node that waits for two others starts microseconds later (tests/benchmarks/results, two
+streams). Under capture the set is therefore replaced, not added to. Outside of a capture, streams wait for events as
+usual.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def fork(main: torch.cuda.Stream, side: torch.cuda.Stream) -> Dependencies | Non
     """Let ``side``, all of whose work ``main`` has waited for, go on from where ``main`` is.
 
     Returns:
-        What :func:`join` wants of it; None outside of a capture.
+        What :func:`join` needs; None outside of a capture.
 
     Raises:
         CaptureError: CUDA does not tell, or refuses.

@@ -1,7 +1,7 @@
 """Where the time of steps goes, on the stream's own clock.
 
 A step is marked at its boundaries: on a GPU by events on the stream, which cost the host about a
-microsecond each and never wait, on a CPU by the time of day. Intervals are added up once both of their
+microsecond each and never wait, on a CPU by a monotonic clock. Intervals are added up once both of their
 marks have passed. The time from the end of one step to the start of the next is the gap in which the
 stream waited for the host.
 """
@@ -25,7 +25,7 @@ class Mark(Protocol):
     def passed(self) -> bool: ...
 
     def seconds_until(self, later: Any) -> float:
-        """Between two marks of one kind that have passed."""
+        """Seconds from this mark to a ``later`` one of the same kind; both must have passed."""
         ...
 
     def renew(self) -> None:
@@ -76,13 +76,12 @@ class StepClock:
         self.seconds: dict[str, float] = {}
 
     def mark(self, phase: str, mark: Mark | None = None) -> None:
-        """The phase before ends and ``phase`` begins, now or where ``mark`` is; a mark that is renewed must have
-        passed."""
+        """End the previous phase and begin ``phase``, now or at ``mark``; a mark that is renewed must have passed."""
         self._marks.append((phase, mark or self.now()))
         self._add_up()
 
     def pause(self) -> None:
-        """What follows is not part of any step. Waits for the step that is running."""
+        """Begin a time that belongs to no step. Waits for the step that is running."""
         if self.now is StreamMark and self._marks:
             torch.cuda.current_stream().synchronize()
         self._add_up()

@@ -1,4 +1,4 @@
-"""What the runtime needs of the other ranks, as a small interface, over MPI or for a single process.
+"""The collectives that the runtime needs, as a small interface: over MPI, or for a single process.
 
 MPI is initialised when the first communicator is made, never by an import. mpi4py is imported in this
 module alone.
@@ -185,7 +185,7 @@ def connect(tp_size: int, command: str = "python ...") -> Communicator:
 
 
 def check_alike(communicator: Communicator, **options: object) -> None:
-    """Raise on every rank if ranks have different options: steps of other kinds would wait for each other in vain.
+    """Raise on every rank if options differ between ranks: steps of different kinds would wait for each other for ever.
 
     Raises:
         LaunchError: naming the options and what each rank has.
@@ -215,7 +215,7 @@ def fail_together(
 
     Args:
         refusals: errors of what was asked for. They end the job with exit status 2, Ctrl-C with 130, others with 1.
-        where: what the rank was doing when it failed, for the line that says so; of a refusal that does not matter.
+        where: what the rank was doing when it failed, for the error line; not used for refusals.
     """
     try:
         yield

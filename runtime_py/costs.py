@@ -1,4 +1,4 @@
-"""What steps of different sizes cost, measured on steps that leave no trace."""
+"""Measures what steps of different sizes cost, on steps that change no state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CostError(ValueError):
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a draft step by requests, and of a target step by rows; sizes between measured ones cost as much
-    as the next larger, as steps replayed from captured graphs do."""
+    """Seconds of a draft step by requests, and of a target step by rows. A size between two measured ones costs as much
+    as the larger, like a batch that is padded to a captured graph."""
 
     draft_seconds: Mapping[int, float]
     verify_seconds: Mapping[int, float]
@@ -42,7 +42,8 @@ class CostTable:
         max_rows: int,
         replays: int = 5,
     ) -> CostTable:
-        """Time steps of all sizes, the larger ones a fifth apart: the median of ``replays``, behind one not counted."""
+        """Time steps of growing sizes, the larger ones a fifth apart: the median of ``replays``, after one not
+        counted."""
 
         def seconds(step: Callable[[int], object], size: int) -> float:
             taken = []

@@ -1,11 +1,10 @@
 """Turns a step into a CUDA graph.
 
 A call is captured only after it has run twice on the same stream: the first run of a kernel, a library
-handle or a collective may allocate or synchronise, which a capture forbids. The capture is checked to hold
-work, because a call that refuses in the middle of a capture can leave an empty graph behind that replays
-without a word. Memory that a call allocates comes from a pool that all graphs of one :class:`GraphPool`
-share and nothing else uses; so their replays must follow each other on one stream, and what a graph leaves
-for others must be in tensors made beforehand.
+handle or a collective may allocate or synchronise, which a capture forbids. Each capture is checked to contain work: a
+call that fails in the middle of a capture can leave an empty graph, which would replay without an error. Memory that a
+call allocates comes from a pool that all graphs of one :class:`GraphPool` share and nothing else uses. So their replays
+must follow each other on one stream, and a graph must leave its results for others in tensors made beforehand.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class GraphPool:
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, call: Callable[[], object], name: str) -> Callable[[], None]:
-        """What replays ``call`` on the current stream. ``call`` must have run at least twice.
+        """A function that replays ``call`` on the current stream. ``call`` must have run at least twice.
 
         Raises:
             GraphError: the call failed or enqueued nothing; the next eager call and the next capture work again. Only
@@ -50,8 +49,8 @@ class GraphPool:
             ):
                 call()
         except Exception as error:
-            # Where CUDA invalidated the capture, torch's allocators go on taking the pool for one that is recorded to,
-            # and ask the graph by which stream: it must outlive them, and the next capture has a pool of its own.
+            # If CUDA invalidated the capture, torch's allocators still take the pool for one that is being recorded to,
+            # and ask the graph for the stream. So the graph must outlive them, and the next capture gets a new pool.
             self._broken.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
             # Joining streams and ending a broken capture raise again; the first error is the one that says why.

@@ -3,7 +3,7 @@
 A request enters by prefill: its prompt goes through the target in chunks of at most one window, the
 last row's choice becomes its anchor, and the captured features of the last window wait for the draft.
 From then on each step runs the target over the anchor and drafts of every request, keeps what verification
-accepts plus a token of the target's own, and drafts a new block behind it.
+accepts plus a token of the target's own, and drafts a new block after it.
 
 There are two ways to run steps, with the same result. Where nothing needs the host, whole steps run on the
 device, from CUDA graphs if it is a GPU (:mod:`.interleaving`). Everything else, such as penalties or a
@@ -272,7 +272,7 @@ class Decoder:
         stats.target_calls += 1
         stats.draft_calls += self._host.draft is not None
         stats.device_steps += 1
-        # Each rank decided on its own device; one that went on alone would leave the others waiting.
+        # Each rank decided on its own device; a rank that went on with other tokens would leave the others waiting.
         if self._communicator.size > 1:
             compare_ranks(self._communicator, emitted)
         for request, tokens in zip(requests, emitted, strict=True):
@@ -280,8 +280,8 @@ class Decoder:
         return None
 
     def trace(self, span: Span) -> None:
-        """Enclose what steps enqueue in ``span(name)``: target, verify and draft, on a device's own steps the first two
-        as one."""
+        """Enclose what steps enqueue in ``span(name)``: target, verify and draft; steps on the device have one span for
+        the first two."""
         self._host.span = span
         if self.interleaver:
             self.interleaver.span = span
@@ -330,7 +330,8 @@ class Decoder:
         return Request(index, slot, len(prompt), list(map(int, prompt)), params, stops, seed, self._detokenize)
 
     def _check_ranks(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
-        """Ranks that run steps of other rows leave each other waiting in the first collective."""
+        """Raise on every rank if these differ: ranks with other rows would wait for each other in the first
+        collective."""
         if self._communicator.size == 1:
             return
         given = repr(([list(prompt) for prompt in prompts], list(params))).encode()

@@ -53,7 +53,8 @@ def open_platform(
 ) -> Platform:
     """A GPU with kernels, a mailbox to the other ranks if there can be one, and NCCL for what the mailbox can't carry.
 
-    That is boundaries of many rows, or all of them, and the logits of drafts whose sampling is split by requests.
+    NCCL carries boundaries of many rows (all of them if there is no mailbox), and the logits of drafts whose sampling
+    is split by requests.
 
     Raises:
         KernelUnavailableError: no kernel library can be loaded.
@@ -110,7 +111,7 @@ def sums_in_float32() -> Iterator[None]:
 def open_engine_platform(
     directory: EngineDir, communicator: Communicator, device: torch.device, *, peer_timeout_s: float
 ) -> Platform:
-    """A GPU for engines, whose boundaries have no other way than the mailbox.
+    """A GPU for engines, whose boundaries can only use the mailbox.
 
     Raises:
         LaunchError: the largest step has more rows than the mailbox holds.

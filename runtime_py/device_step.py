@@ -1,16 +1,16 @@
 """One decode step of a fixed number of requests, entirely on the device.
 
 ``target`` runs the anchors and drafts of all requests through the target; ``verify`` keeps the drafts that
-pass, makes the token behind them the new anchor and says which captured rows the draft may see; ``draft``
+pass, makes the token after them the new anchor and says which captured rows the draft may see; ``draft``
 inserts those rows into the draft's rings and drafts the next block. Each reads its inputs from
 :class:`SlotState` and from static tensors, and leaves its results there, so the three can be captured as
-they are and replayed one behind the other. What was emitted goes to the host as one small copy behind
+they are and replayed one after the other. What was emitted goes to the host as one small copy after
 ``verify``, which the host reads while the draft runs.
 
-Without a draft a step is a row of each request: its anchor goes through the target, which chooses the next one.
+Without a draft, a step has one row per request: its anchor goes through the target, which chooses the next one.
 
 Padding requests have slot -1: their rows enter no cache, they share the state's spare row, and nobody
-reads what they emit. Drafts behind a request's limit are run and never kept.
+reads what they emit. Drafts after a request's limit are run and never kept.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .distributions import plain_target_probabilities
 from .keyed_noise import gumbel_sample, step_seeds
-from .laws import plain_target_law
 from .session import Session, make_outputs
 from .slots import SlotState
-from .verification import Method, greedy_outcome, outcome, step_laws
+from .verification import Method, greedy_outcome, outcome, step_distributions
 
 
 class DeviceStep:
-    """The three parts of a step of ``requests`` requests.
+    """The three parts of a step of ``requests`` requests, R below, with N drafts each.
 
     Args:
         draft: None to decode with the target alone.
@@ -84,6 +84,15 @@ class DeviceStep:
         self.slots.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
 
     def target(self) -> None:
+        """Run anchors and drafts, R * (N + 1) rows, through the target; its caches are updated in place.
+
+        Reads the placed requests' anchors, drafts and positions from the state; leaves ``logits`` [R * (N + 1), V]
+        float32 and ``target_features`` in static tensors, for :meth:`verify` and :meth:`draft`. Does not wait for the
+        device.
+
+        Raises:
+            SessionError, EngineRunError: the target does not take the call.
+        """
         state, rows = self._state, self._state.rows(self.slots)
         ids = torch.cat((state.anchors[rows].unsqueeze(1), state.drafts[rows]), 1)
         positions = state.positions[rows].unsqueeze(1) + self._offsets
@@ -93,6 +102,11 @@ class DeviceStep:
         self._target.run(self._target_inputs, self._target_outputs)
 
     def verify(self) -> None:
+        """Decide what the rows of the last :meth:`target` emit, and make each request's last emitted token its anchor.
+
+        Updates anchors and positions [R] of the state, marks the kept rows as the draft's context (slot -1 for the
+        others), and starts the copy of the emitted tokens and the fault to the host. Does not wait for it.
+        """
         state, rows = self._state, self._state.rows(self.slots)
         anchors, drafts = state.positions[rows], state.drafts[rows]
         logits = self._target_outputs["logits"].unflatten(0, (self.requests, -1))
@@ -102,8 +116,9 @@ class DeviceStep:
         else:
             temperature = state.temperature[rows]
             cached = None if state.draft_logits is None else state.draft_logits[rows]
-            laws = step_laws(self._method, plain_target_law(logits, temperature), tokens, cached, temperature)
-            kept, bonus = outcome(laws, self._method, gumbel_sample, step_seeds(state.seeds[rows], anchors), anchors)
+            target = plain_target_probabilities(logits, temperature)
+            step = step_distributions(self._method, target, tokens, cached, temperature)
+            kept, bonus = outcome(step, self._method, gumbel_sample, step_seeds(state.seeds[rows], anchors), anchors)
         kept, bonus = kept.to(torch.int32), bonus.to(torch.int32)
         column = kept.unsqueeze(1)
         emitted = torch.where(self._offsets[:-1] < column, drafts, bonus.unsqueeze(1))
@@ -117,6 +132,14 @@ class DeviceStep:
         state.anchors[rows], state.positions[rows] = bonus, anchors + kept + 1
 
     def draft(self) -> None:
+        """Insert the kept rows into the draft's rings and draft N tokens per request from its anchor.
+
+        Updates the state's ``drafts`` [R, N] int32 and, if ``method`` is set and the draft has that output,
+        ``draft_logits`` [R, N, V] float32. Does not wait for the device. A step without a draft has no such part.
+
+        Raises:
+            SessionError, EngineRunError: the draft does not take the call.
+        """
         assert self._draft is not None
         state, rows = self._state, self._state.rows(self.slots)
         positions = state.positions[rows]

@@ -5,9 +5,8 @@ that verification accepts plus a token of the target's own (the new anchor), and
 of what was kept for the next draft. Rejected rows need no rollback: the target's ring is longer than its
 window by more than a step, and the draft's ring only ever receives accepted rows.
 
-Every rank does this on the same numbers and with the same keyed noise, and takes the same decisions. Where
-ranks are not quite alike, rank 0's count: what was drafted, how much of it is verified and what is emitted
-is what it says, so that no rank leaves the others waiting in a collective.
+Every rank computes the same. Where ranks could still differ, rank 0's drafts, lengths and verdicts are broadcast
+and used by all, so that no rank waits alone in a collective.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class HostStep:
         context_window: rows of the target that a draft can still see.
         target_window: rows of one request that a call of the target may carry.
         max_rows: rows of one call of the target, all requests together.
-        max_context_rows: the same of the draft.
+        max_context_rows: context rows of one call of the draft, all requests together.
         slots: cache slots.
         check_fault: raises if what the device computed is void. Asked after every call of the target, and so before any
             token is emitted.
@@ -78,7 +77,7 @@ class HostStep:
         self.drafts = drafted_tokens(draft) if draft else 0
         # Pre-temperature logits of the last drafts, by slot, so that a request keeps its rows wherever it stands
         # in a batch; only sampled requests write theirs. A draft without that output drafts greedily. The row
-        # behind the last slot is for padding.
+        # after the last slot is for padding.
         logits = [o for o in draft.io.outputs if o.name == "draft_logits"] if draft else []
         shapes = [(slots + 1, *(int(size) for size in o.shape[1:])) for o in logits]
         self.draft_logits = torch.zeros(shapes[0], device=device) if shapes else None
@@ -107,7 +106,7 @@ class HostStep:
                 if start + size == request.prompt_length:
                     ready.append((request, offset - 1))
             if ready:
-                # The first token: a step without drafts behind the prompt's last token.
+                # The first token: a step without drafts after the prompt's last token.
                 last = [request for request, _ in ready]
                 verdict = self._verify(last, logits[[row for _, row in ready]], None)
                 first |= {r.slot: token for r, token in zip(last, verdict.bonus, strict=True)}
@@ -166,7 +165,7 @@ class HostStep:
             request.context, request.context_start = request.context[size:], request.context_start + size
 
     def _call_draft(self, requests: Sequence[Request], taken: Sequence[int]) -> dict[str, Tensor]:
-        """The draft's outputs for ``requests``, behind the first ``taken`` rows of their contexts."""
+        """The draft's outputs for ``requests``, after the first ``taken`` rows of their contexts."""
         assert self.draft is not None
         rows = [(r.context_start + i, r.slot) for r, size in zip(requests, taken, strict=True) for i in range(size)]
         features = [r.context[:size] for r, size in zip(requests, taken, strict=True) if r.context is not None]
@@ -240,7 +239,7 @@ def _rows_of(request: Request) -> int:
 
 
 def drafted_tokens(draft: Session) -> int:
-    """Tokens that a draft proposes a request and step."""
+    """Tokens that a draft proposes per request and step."""
     return int(next(o for o in draft.io.outputs if o.name == "draft_tokens").shape[1])
 
 

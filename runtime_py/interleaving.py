@@ -1,14 +1,13 @@
 """Decode steps on one stream: target, verification, draft, target, verification, draft, without the host.
 
-For each request count of a list there is one :class:`~.device_step.DeviceStep`, captured once in two graphs,
-the target with its verification and the draft, and replayed from then on; a batch takes the smallest that
-holds it, the rest is padding. The host enqueues both, then waits for one event between them and reads the
-few numbers that were emitted while the draft is still running. So between two steps the stream waits for
-nothing but the host's own bookkeeping. Without a draft the second graph is left out.
+For each request count of a list there is one :class:`~.device_step.DeviceStep`. It is captured once, in two graphs
+(target with verification, and draft), and replayed from then on. A batch takes the smallest step that holds it; the
+rest is padding. The host enqueues both graphs, waits for an event between them, and reads the few emitted numbers while
+the draft is still running. So between two steps the stream waits only for the host's own bookkeeping. Without a draft
+there is no second graph.
 
-A batch may decode here if its decisions need nothing that only the host knows: :func:`why_not` says what
-is in the way. All that the choice of a step depends on - the number of requests, their parameters - is
-the same on every rank.
+A batch may decode here if its decisions need nothing that only the host knows: :func:`why_not` names the obstacle. The
+choice of a step depends on the number of requests and their parameters, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def why_not(requests: Sequence[Request], scheduler: Scheduler, verifier: Verifie
 
 
 def low_batch_problem(counts: Sequence[int], rows_per_request: int) -> str | None:
-    """What to say at start where no captured request count is small enough for the fused boundaries of several ranks;
-    None if one is."""
+    """The warning for a start at which no captured request count is small enough for the fused boundaries of several
+    ranks; None if one is."""
     if not counts or min(counts) * rows_per_request <= FUSED_MHC_MAX_ROWS:
         return None
     return (
@@ -77,7 +76,7 @@ class Parts:
     """Target and verification."""
     draft: Callable[[], None] | None
     decided: Mark
-    """Where ``decide`` had the target behind it."""
+    """The end of the target within ``decide``, where verification begins."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Interleaver:
         self._placed = None
         with self._progress.operation(f"capture of {what}"):
             parts.step.place([])
-            # Target and draft together, as they will run: each has its first run behind the other's.
+            # Target and draft together, as they will run: each has its first run after the other's.
             for _ in range(WARM_UP_RUNS):
                 parts.decide()
                 if parts.draft:

@@ -1,12 +1,12 @@
 """Random numbers that are pure functions of their keys: no generator, no state, the same on every rank.
 
-A step of a request - drafting a block behind its anchor and verifying it - draws from a seed of its own,
+A step of a request - drafting a block after its anchor and verifying it - draws from a seed of its own,
 made of the request's seed and the anchor's position. Within the step a draw is named by its purpose (a
 salt), by the position before the token that it decides, and by token id.
 
-The step has to be part of the key. Positions behind a rejection are drafted again by the next step, and the
-first time their draws may already have been looked at: block verification and a schedule made ahead depend
-on them. Drawing the same numbers again would tie the second draft to the outcome of the first.
+The step has to be part of the key. The next step drafts the positions after a rejection again, and their first draws
+may already have had an effect: block verification and a schedule made ahead depend on them. Drawing the same numbers
+again would correlate the second draft with the outcome of the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..plugins.numerics import first_argmax
 ACCEPT_SALT = 0x6C078965
 """Whether a draft is kept."""
 RECOVERY_SALT = 0xB5297A4D
-"""The token behind the kept drafts."""
+"""The token after the kept drafts."""
 STEP_SALT = 0xE7037ED1
 """Makes a step's seed out of a request's; not used with a step's seed."""
 LOWER_WORD = 0x9E3779B9

@@ -1,13 +1,13 @@
 """The memory through which kernels exchange rows and candidates between the GPUs of a node.
 
-Every rank allocates one region, fills it with what means empty and maps the regions of all ranks; the kernels
-do the rest by plain stores to peers (``cpp_plugins/kernels/mailbox.cuh`` and ``markov_exchange.cuh`` tell the
-protocols, :mod:`dspark_trt.plugins.mhc_all_reduce` and :mod:`dspark_trt.plugins.markov_sampling_sharded` hold the
-layout). A region is a plain ``cudaMalloc`` of its own, so that its IPC handle needs no offset and no allocator
-setting can break it.
+Every rank allocates one region, fills it with the values that mean "empty", and maps the regions of all ranks. The
+kernels do the rest by plain stores to peers: ``cpp_plugins/kernels/mailbox.cuh`` and ``markov_exchange.cuh`` describe
+the protocols, :mod:`dspark_trt.plugins.mhc_all_reduce` and :mod:`dspark_trt.plugins.markov_sampling_sharded` define the
+layout. A region is a plain ``cudaMalloc`` of its own, so that its IPC handle needs no offset and no allocator setting
+can break it.
 
-A kernel whose peer stays silent does not spin for ever: it notes the fault in its region and goes on with
-void results. :meth:`Mailbox.check` turns that into an error; ask before results are trusted.
+A kernel whose peer stays silent does not spin for ever: it records the fault in its region and goes on with invalid
+results. :meth:`Mailbox.check` turns the fault into an error; call it before results are used.
 """
 
 from __future__ import annotations

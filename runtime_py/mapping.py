@@ -56,6 +56,6 @@ class Mapping:
 
 _REFUSED = {
     "sequence_parallel": "every rank keeps the residual streams of all rows, boundaries mix them in place; use tp_size",
-    "mega_moe": "its fused kernel reduces over the ranks itself, and the boundary behind it would do so again",
+    "mega_moe": "its fused kernel reduces over the ranks itself, and the boundary after it would do so again",
 }
 """Kinds of parallelism that other runtimes have, and why they are not possible here."""

@@ -50,13 +50,13 @@ class SamplingParams:
     seed: int | None = None
     """With a seed a request's tokens depend on nothing but its prompt; without, every call draws a new one."""
     num_draft_tokens: int | None = None
-    """Verify at most this many drafts a step; None leaves it to the draft's block."""
+    """Verify at most this many drafts per step; None leaves it to the draft's block."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the output, beside the model's own end token."""
     stop: Sequence[str] = ()
     """Strings that end the output; they need the tokenizer."""
     ignore_eos: bool = False
-    """Go on behind the model's own end token, which is part of the output then."""
+    """Go on after the model's own end token, which is part of the output then."""
 
     @property
     def greedy(self) -> bool:
@@ -128,8 +128,12 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class Completion:
+    """What one prompt was completed with."""
+
     prompt_ids: list[int]
+    """The prompt, as it was passed in."""
     token_ids: list[int]
+    """The output, without the prompt; at most ``max_tokens``."""
     finish_reason: FinishReason
     text: str | None = None
     """The output up to a stop string; None without a tokenizer."""
@@ -168,6 +172,13 @@ class Statistics:
         setattr(self, name, getattr(self, name) + seconds)
 
     def record(self, proposed: int, accepted: int, produced: int) -> None:
+        """Count one request's share of a decode call.
+
+        Args:
+            proposed: drafts that were verified, at most the length of ``proposed_per_position``.
+            accepted: how many of them were kept, counted even if the output ended before the last one.
+            produced: tokens that were added to the output, at most ``accepted`` + 1.
+        """
         self.steps += 1
         self.tokens += produced
         for i in range(proposed):
@@ -176,7 +187,8 @@ class Statistics:
 
 
 _UNSURE_CHARACTERS = 8
-"""Of a text that begins amid an output: bytes of a character that began before, a space that a beginning drops."""
+"""How many leading characters may differ when only the end of an output is decoded: bytes of a split character, or a
+leading space that the tokenizer strips."""
 
 
 @dataclass(eq=False)
@@ -238,8 +250,9 @@ class Request:
     def _ends_stop_string(self) -> bool:
         """Whether the output holds a stop string, given that it held none before its last token.
 
-        Such a string reaches into the last token's text, so the text of the last few tokens tells, whatever the length
-        of the output. Only where it says yes all of the output is asked: tokens may read otherwise where a text begins.
+        Such a string reaches into the last token's text, so it is enough to decode the last few tokens, however long
+        the output is. Only if their text holds one is the whole output decoded, because tokens may read differently at
+        the start of a text.
         """
         stops, detokenize = self.params.stop, self.detokenize
         if not stops or detokenize is None:

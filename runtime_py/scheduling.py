@@ -2,17 +2,17 @@
 
 Every verified row costs time, and a draft that will not be kept is not worth it. A draft's survival is the
 product of the acceptance probabilities up to it; a step that verifies B rows is expected to emit tau tokens,
-one a request plus the survival of the drafts among the rows, and runs SPS(B) times a second.
+one per request plus the survival of the drafts among the rows, and runs SPS(B) times per second.
 
-The length must not betray what it decides about. The confidence of slot j depends on the drafts before j, so
-looking at slot j and then leaving out an *earlier* draft makes that draft's fate depend on its own value, and
-the output is biased. Two schedules avoid that:
+A length must not depend on the drafts that it decides about. The confidence of slot j depends on the drafts before j,
+so looking at slot j and then leaving out an *earlier* draft makes that draft's fate depend on its own value, and the
+output is biased. Two schedules avoid that:
 
 * :class:`EarlyStop` (Algorithm 1) admits drafts in descending survival and stops at the first that does not
-  raise tau * SPS, equality included. Whatever it looked at, it keeps, but for that one;
-* :class:`Lookahead` takes the number of drafts from the survivals of two steps before, which know nothing
-  of the current drafts, by searching all numbers; then it admits that many in descending survival. Costs
-  may be uneven, and the host knows the number early.
+  raise tau * SPS, equality included. It keeps every draft that it looked at, except that one;
+* :class:`Lookahead` chooses the number of drafts from the survivals of two steps before, which do not depend on the
+  current drafts, by trying all numbers; then it admits that many in descending survival. Costs may be uneven, and the
+  host knows the number early.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Scheduler(Protocol):
         ...
 
     def record(self, lengths: Sequence[int], accepted: Sequence[int]) -> None:
-        """Called behind each step with the drafts verified and kept."""
+        """Called after each step with the drafts verified and kept."""
         ...
 
 
@@ -111,7 +111,7 @@ class Lookahead:
 
 
 def survivals(probabilities: Tensor, limits: Sequence[int]) -> Tensor:
-    """The running products [R, N], zero behind each request's limit."""
+    """The running products [R, N], zero after each request's limit."""
     slots = torch.arange(probabilities.shape[1])
     return probabilities.cumprod(1) * (slots < torch.tensor(limits).unsqueeze(1))
 

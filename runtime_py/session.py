@@ -27,10 +27,31 @@ class Session(Protocol):
     """One network of one rank, ready to run."""
 
     io: NetworkIO
+    """Names, dtypes and shapes of inputs and outputs, and which outputs alias which inputs."""
 
-    def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]: ...
+    def infer_shapes(self, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+        """Every output's name, dtype and shape for inputs of the given shapes; nothing runs.
 
-    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None: ...
+        Args:
+            inputs: shapes of all inputs but the mailbox, which a session brings itself.
+
+        Raises:
+            SessionError: listing every input that is missing, unknown or of another shape.
+        """
+        ...
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        """Compute ``outputs`` from ``inputs``, on the current stream where the device is a GPU; may return before the
+        results are there.
+
+        Args:
+            inputs: every input but the mailbox, with the names, dtypes and shapes of ``io``.
+            outputs: tensors of the caller that receive the results; an aliased one must be its input's tensor.
+
+        Raises:
+            SessionError: a name, shape or dtype differs from the network's; nothing was written.
+        """
+        ...
 
 
 OperationScope = Callable[[], AbstractContextManager[None]]

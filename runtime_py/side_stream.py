@@ -1,11 +1,10 @@
 """Computes a sublayer's mHC coefficients beside the sublayer itself.
 
-A sublayer's coefficients come from the streams that enter it and are needed only at the boundary behind
+A sublayer's coefficients come from the streams that enter it and are needed only at the boundary after
 it, so on a GPU they can be computed on a second stream while attention or experts keep the first one busy.
-The second stream is forked from the first where the streams of the residual are known, and joined before
-the first operation that reads a coefficient, at the latest when the network ends. Forks and joins are
-events, so a capture turns them into edges of the graph, and every path out of a scope joins: a capture
-that fails reports its own error instead of work that was left unjoined.
+The second stream is forked from the first where the residual streams are known, and joined before the first operation
+that reads a coefficient, at the latest when the network ends. Forks and joins are events, so a capture turns them into
+edges of the graph. Every way out of a scope joins, so a capture that fails reports its own error and not unjoined work.
 
 Memory needs no further care. What is computed on the side comes from the side stream's own pool, and what
 it reads lives until the boundary that joins.

@@ -21,7 +21,7 @@ class SlotState:
 
     Args:
         slots: cache slots of the engines.
-        drafts: drafted tokens a step, N; 0 without a draft.
+        drafts: drafted tokens per step, N; 0 without a draft.
         draft_logits: [slots + 1, N, V] float32, pre-temperature logits of the last drafts of sampled requests;
             None if the draft does not return any.
     """

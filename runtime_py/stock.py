@@ -1,13 +1,13 @@
-"""The stock path: collectives of all ranks, and boundaries as an all-reduce and separate operations on each.
+"""The stock path: collectives of all ranks, and boundaries as an all-reduce followed by separate operations.
 
-The collectives are NCCL's where the tensors are on GPUs, reached through torch.distributed, which works between nodes
-and without peer access; on CPUs they are the communicator's gather, and the all-reduce is its sum in rank order, with
-the bits of the fused operation. NCCL adds in an order of its own: in float32, rounded once, every rank the same bits,
-but not always those of the rank-ordered sum (the bounds of spec 8.2 hold). The rest of a boundary are the operations
-that a single rank would run: mix, collapse and norm.
+On GPUs the collectives are NCCL's, through torch.distributed, which works between nodes and without peer access. On
+CPUs they are the communicator's gather, and the all-reduce sums in rank order, with the bits of the fused operation.
+NCCL sums in an order of its own: in float32, rounded once, with the same bits on every rank, but not always those of
+the rank-ordered sum (the bounds of spec 8.2 hold). The rest of a boundary runs as on a single rank: mix, collapse and
+norm.
 
-:func:`boundary_scope` asks :func:`.boundary.plan` for each boundary. Sampling that is split by vocabulary exchanges
-through the mailbox as well, so where that can't be, its reference gathers.
+:func:`boundary_scope` asks :func:`.boundary.plan` for each boundary. Sampling that is split by vocabulary uses the
+mailbox too; where there is none, its reference runs and gathers.
 """
 
 from __future__ import annotations

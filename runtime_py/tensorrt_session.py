@@ -3,10 +3,10 @@
 The core, :meth:`TensorRTSession.enqueue`, takes shapes, device addresses and a stream handle, and needs no torch.
 It keeps to calls that TensorRT 8.6, 10, 11 and TensorRT-RTX share.
 
-An execution context holds the shapes and addresses of its last call and memory of its own for what lies between
-inputs and outputs. There is one a profile, which every call of that profile uses. A captured graph goes on using the
-memory, and what the context computed from the shapes; so from its capture on, the context serves calls of
-those very shapes, and calls of others get a new one. That is one context for each captured request count, with
+An execution context holds the shapes and addresses of its last call, and owns the memory for intermediate tensors.
+There is one per profile, which every call of that profile uses. A captured graph goes on using that memory, and what
+the context computed from the shapes. So once a call is captured, its context serves only calls of the same shapes, and
+other calls get a new context. That makes one context for each captured request count, with
 :meth:`~dspark_trt.plugins.tensorrt_api.TensorRT.context_bytes` bytes of device memory each.
 """
 
@@ -64,7 +64,7 @@ class TensorRTSession:
         name: what messages call it.
         runtime_cache: file for the kernels that TensorRT-RTX compiles at run time.
         own: inputs that are the session's, such as the mailbox; callers leave them out.
-        faults: filled by the engine's plugins with what they can't tell TensorRT.
+        faults: collects the errors of the engine's plugins that TensorRT does not pass on.
 
     Raises:
         EngineLoadError: the engine's tensors are not those of ``io``, or there is no memory for its contexts.
@@ -90,7 +90,7 @@ class TensorRTSession:
         self._cache = api.runtime_cache(engine, runtime_cache) if runtime_cache else None
         self._contexts = [self._make_context(index) for index in range(len(self._profiles))]
         memory = api.context_bytes(engine) / 1e6
-        logger.info("%s: %s, %d profiles, %.1f MB of memory a context", name, api, len(self._profiles), memory)
+        logger.info("%s: %s, %d profiles, %.1f MB of memory per context", name, api, len(self._profiles), memory)
 
     @property
     def profiles(self) -> tuple[Profile, ...]:

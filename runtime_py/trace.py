@@ -2,7 +2,7 @@
 
 torch's profiler records the host's calls and, on a GPU, every kernel with its stream, also those replayed
 from a CUDA graph, in which each branch has a track of its own. Each rank records itself; rank 0 puts the
-records on one time axis, one group of tracks a rank, and writes the file.
+records on one time axis, one group of tracks per rank, and writes the file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def merge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _base(record: dict[str, Any]) -> int:
-    """Nanoseconds of the day at which a record's times start."""
+    """The record's base time in nanoseconds, to which its event times are relative."""
     return int(record.get("baseTimeNanoseconds", 0))
 
 

@@ -1,16 +1,16 @@
-"""Decides which drafted tokens are kept, and draws the token behind them (spec sections 6.1 and 10.8).
+"""Decides which drafted tokens are kept, and draws the token after them (spec sections 6.1 and 10.8).
 
-Both methods emit tokens with exactly the target's law, whatever the draft's law is, as long as q is the law
-that the draft was drawn from. For drafts x_1 .. x_n with target laws p_1 .. p_(n+1):
+Both methods emit tokens with exactly the target's distribution, for any distribution q of the draft, as long as it is
+the one that the drafts were drawn from. For drafts x_1 .. x_n with target distributions p_1 .. p_(n+1):
 
 * standard: x_i passes if u_i <= p_i(x_i) / q_i(x_i); kept are the drafts before the first that fails.
-  Behind them comes a token of max(p - q, 0), normalised, or of p_(n+1) if all were kept;
+  After them comes a token of max(p - q, 0), normalised, or of p_(n+1) if all were kept;
 * block: with w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)) and R_i the mass of max(w_i p_(i+1) - q_(i+1), 0),
-  x_i passes if u_i <= R_i / (R_i + 1 - w_i); kept is everything up to the *last* that passes. Behind a
+  x_i passes if u_i <= R_i / (R_i + 1 - w_i); kept is everything up to the *last* that passes. After a
   kept drafts comes a token of max(w_a p_(a+1) - q_(a+1), 0). It keeps at least as many drafts.
 
-Here q_(n+1) is zero, which makes R_n = w_n and the token behind all drafts one of p_(n+1) without a case of
-its own. A greedy request has one-hot laws, for which both methods keep the target's own choices.
+Here q_(n+1) is zero, which makes R_n = w_n and the token after all drafts one of p_(n+1) without a case of
+its own. The distributions of a greedy request are one-hot; both methods then keep the target's own choices.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..plugins.markov_sampling import Sampler
 from ..plugins.numerics import first_argmax
+from .distributions import draft_probabilities, target_probabilities
 from .keyed_noise import ACCEPT_SALT, RECOVERY_SALT, gumbel_sample, seed_words, step_seeds, uniform
-from .laws import draft_law, target_law
 from .requests import Request
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Per request: how many drafts were accepted, and the target's own token behind them."""
+    """Per request: how many drafts were accepted, and the target's own token after them."""
 
     accepted: list[int]
     bonus: list[int]
 
 
 class Method(Protocol):
-    """A rule that keeps a prefix of the drafts; laws are [R, N + 1, V] float64, draft laws zero behind the drafts."""
+    """A rule that keeps a prefix of the drafts. Distributions are [R, N + 1, V] float64; the draft's are zero after
+    the last draft."""
 
     def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
-        """Probability [R, N] that each draft passes, and the weight [R, N + 1] of the target's law in the
-        token behind 0 .. N kept drafts; ``ratio`` [R, N] is p / q of the drafts."""
+        """Probability [R, N] that each draft passes, and the weight [R, N + 1] of the target's distribution in the
+        token after 0 .. N kept drafts; ``ratio`` [R, N] is p / q of the drafts."""
         ...
 
     def kept(self, passed: Tensor) -> Tensor:
@@ -76,13 +77,13 @@ class BlockVerification:
 
 
 def acceptance_ratio(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
-    """p / q [R, N] of drafted ``tokens`` [R, N] under laws [R, N + 1, V]; a token that q excludes never passes."""
-    p, q = (law[:, :-1].gather(2, tokens.long().unsqueeze(2)).squeeze(2) for law in (target, draft))
+    """p / q [R, N] of drafted ``tokens`` [R, N], from distributions [R, N + 1, V]; 0 for a token that q excludes."""
+    p, q = (x[:, :-1].gather(2, tokens.long().unsqueeze(2)).squeeze(2) for x in (target, draft))
     return torch.where(q > 0, p / q, 0.0)
 
 
 @dataclass(frozen=True)
-class Laws:
+class StepDistributions:
     """What a step's outcome is drawn from; the drafts of a request come first, ``drafted`` [R, N] says which are."""
 
     drafted: Tensor
@@ -98,7 +99,7 @@ class Verifier:
 
     method: Method = field(default_factory=StandardRejection)
     sampler: Sampler = gumbel_sample
-    """Draws the token behind the kept drafts, from logits that are the logarithm of its law."""
+    """Draws the token after the kept drafts, from logits that are the logarithm of its distribution."""
 
     def __call__(self, requests: Sequence[Request], logits: Tensor, draft_logits: Tensor | None) -> Verdict:
         """Verify ``request.drafts`` of each request.
@@ -114,24 +115,29 @@ class Verifier:
         tokens = torch.tensor(padded, dtype=torch.int32).view(len(requests), width)
         if all(r.params.greedy and not r.params.penalizes for r in requests):
             return verify_greedy(tokens, logits)
-        laws = self.laws(requests, tokens, logits, draft_logits)
+        step = self.distributions(requests, tokens, logits, draft_logits)
         anchors = torch.tensor([r.anchor_position for r in requests], dtype=torch.int32)
         seeds = step_seeds(seed_words([r.seed for r in requests]), anchors)
-        kept, bonus = outcome(laws, self.method, self.sampler, seeds, anchors)
+        kept, bonus = outcome(step, self.method, self.sampler, seeds, anchors)
         return Verdict(kept.tolist(), bonus.tolist())
 
-    def laws(self, requests: Sequence[Request], tokens: Tensor, logits: Tensor, draft_logits: Tensor | None) -> Laws:
-        """The laws of a step, from ``tokens`` [R, N], -1 behind a request's drafts, and ``logits`` [R, N + 1, V]."""
+    def distributions(
+        self, requests: Sequence[Request], tokens: Tensor, logits: Tensor, draft_logits: Tensor | None
+    ) -> StepDistributions:
+        """The distributions of a step, from ``logits`` [R, N + 1, V] and ``tokens`` [R, N], -1 after a request's last
+        draft."""
         temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float64)
         cached = None if draft_logits is None else draft_logits[:, : tokens.shape[1]]
-        return step_laws(self.method, target_law(requests, logits), tokens, cached, temperature)
+        return step_distributions(self.method, target_probabilities(requests, logits), tokens, cached, temperature)
 
 
-def step_laws(method: Method, target: Tensor, tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor) -> Laws:
-    """The laws of a step.
+def step_distributions(
+    method: Method, target: Tensor, tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor
+) -> StepDistributions:
+    """The distributions of a step.
 
     Args:
-        target: [R, N + 1, V] float64 laws of the target; tokens: [R, N], -1 where there is no draft.
+        target: [R, N + 1, V] float64 distributions of the target; tokens: [R, N], -1 where there is no draft.
         draft_logits: [R, N, V] float32 that sampled drafts come from; None if all drafts are greedy.
         temperature: [R] float64.
     """
@@ -140,32 +146,34 @@ def step_laws(method: Method, target: Tensor, tokens: Tensor, draft_logits: Tens
         draft_logits, sampled = target[:, :-1].float(), torch.zeros_like(temperature, dtype=torch.bool)
     else:
         sampled = temperature > 0
-    draft = draft_law(draft_logits, temperature.float(), ids, sampled) * drafted.unsqueeze(2)
+    draft = draft_probabilities(draft_logits, temperature.float(), ids, sampled) * drafted.unsqueeze(2)
     draft = torch.cat((draft, torch.zeros_like(target[:, :1])), 1)
     passes, weight = method.rates(acceptance_ratio(target, draft, ids), target, draft)
-    return Laws(drafted, target, draft, passes, weight)
+    return StepDistributions(drafted, target, draft, passes, weight)
 
 
-def outcome(laws: Laws, method: Method, sampler: Sampler, seeds: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """How many drafts [R] are kept, and the token [R] behind them.
+def outcome(
+    step: StepDistributions, method: Method, sampler: Sampler, seeds: Tensor, anchors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many drafts [R] are kept, and the token [R] after them.
 
     Args:
         seeds: [R, 2] int32, the step's; anchors: [R] int32, the anchors' positions.
     """
-    width = laws.drafted.shape[1]
+    width = step.drafted.shape[1]
     offsets = torch.arange(width, dtype=torch.int32, device=anchors.device)
     positions = (anchors.unsqueeze(1) + offsets).flatten()
-    drawn = uniform(seeds.repeat_interleave(width, 0), positions, salt=ACCEPT_SALT).view(laws.drafted.shape)
-    kept = method.kept((drawn <= laws.passes) & laws.drafted)
+    drawn = uniform(seeds.repeat_interleave(width, 0), positions, salt=ACCEPT_SALT).view(step.drafted.shape)
+    kept = method.kept((drawn <= step.passes) & step.drafted)
     ones = torch.ones(len(anchors), device=anchors.device)
-    return kept, sampler(recovery_law(laws, kept).log(), ones, seeds, anchors + kept.int(), salt=RECOVERY_SALT)
+    return kept, sampler(recovery_distribution(step, kept).log(), ones, seeds, anchors + kept.int(), salt=RECOVERY_SALT)
 
 
-def recovery_law(laws: Laws, kept: Tensor) -> Tensor:
-    """The law [R, V], not normalised, of the token behind ``kept`` [R] drafts."""
-    row = kept.view(-1, 1, 1).expand(-1, 1, laws.target.shape[-1])
-    p, q = laws.target.gather(1, row).squeeze(1), laws.draft.gather(1, row).squeeze(1)
-    residual = (laws.weight.gather(1, kept.unsqueeze(1)) * p - q).clamp_min(0)
+def recovery_distribution(step: StepDistributions, kept: Tensor) -> Tensor:
+    """The unnormalised distribution [R, V] of the token after ``kept`` [R] drafts."""
+    row = kept.view(-1, 1, 1).expand(-1, 1, step.target.shape[-1])
+    p, q = step.target.gather(1, row).squeeze(1), step.draft.gather(1, row).squeeze(1)
+    residual = (step.weight.gather(1, kept.unsqueeze(1)) * p - q).clamp_min(0)
     # p = q leaves nothing, and nothing is rejected then, but for rounding.
     return torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
 
@@ -178,7 +186,7 @@ def verify_greedy(draft_tokens: Tensor, target_logits: Tensor) -> Verdict:
 
 def greedy_outcome(draft_tokens: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """The length [R] of the longest prefix of drafts that the target would have chosen itself, and its choice [R]
-    behind it.
+    after it.
 
     Row 0 of a request is its anchor; the target's row r predicts what follows draft r.
 

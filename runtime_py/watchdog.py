@@ -1,9 +1,8 @@
 """Ends a job that no longer gets anywhere, and says where each rank stood.
 
-Ranks that wait for a rank that will not come wait for ever, without a word. So every rank runs a thread
-beside its work that knows what the rank enqueued last and how long that may take. When the time is up the
-rank says so; every other rank that waits for it does the same, because its time is up too; and a little
-later, when all have spoken, the first of them ends the job.
+If one rank stops, the others wait for it for ever, without a message. So every rank runs a thread beside its work that
+knows what the rank enqueued last and how long that may take. When the time is up, the rank reports it; the ranks that
+wait do the same, because their time is up too. A little later, when all have reported, the first of them ends the job.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class WatchdogError(ValueError):
 
 
 class Progress:
-    """What a decoder tells about its work, to nobody; :class:`Watchdog` listens."""
+    """Takes what a decoder reports about its work and ignores it; :class:`Watchdog` uses it."""
 
     @contextmanager
     def operation(self, name: str, *, extra_s: float = 0.0) -> Iterator[None]:
-        """Something that must end in time; may contain others, of which the innermost counts.
+        """Enclose work that must end in time. Operations may be nested; the innermost is the one that is timed.
 
         Args:
             extra_s: seconds that it may take beyond those that every operation may take.
@@ -68,7 +67,7 @@ class Watchdog(Progress):
         self._rank, self._abort, self._timeout_s, self._grace_s = rank, abort, timeout_s, grace_s
         self._output = output
         self._changed = threading.Condition()
-        # What runs now, innermost last: name, since when it has not gone on, how long it may not.
+        # What runs now, innermost last: name, since when it has made no progress, how long it may make none.
         self._running: list[tuple[str, float, float]] = []
         self._last = "nothing"
         self.failed_in: str | None = None

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).parent / "data" / "kernel_resources.json"
 COLUMNS = ("registers", "stack", "spill_stores", "spill_loads", "shared")
-"""Registers a thread; the others in bytes, per thread but for shared memory, which is a block's."""
+"""Registers per thread; the others in bytes, per thread but for shared memory, which is a block's."""
 SPILLS = slice(2, 4)
 
 Row = tuple[int, ...]

@@ -1,8 +1,8 @@
-"""The exact law of what one step emits, by enumeration of everything that is random in it.
+"""The exact distribution of what one step emits, by enumeration of everything that is random in it.
 
-Drafts are enumerated with the draft's probabilities, uniform numbers by which drafts pass, the token behind
-the kept drafts by its law, through the runtime's own functions. Emitted prefixes are completed with the
-target's law, so that the result compares with the target's law of the next N + 1 tokens.
+Drafts are enumerated with the draft's probabilities, uniform numbers by which drafts pass, the token after
+the kept drafts by its distribution, through the runtime's own functions. Emitted prefixes are completed with the
+target's distribution, so that the result compares with the target's distribution of the next N + 1 tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from dspark_trt.runtime_py.laws import target_law
+from dspark_trt.runtime_py.distributions import target_probabilities
 from dspark_trt.runtime_py.requests import SamplingParams
-from dspark_trt.runtime_py.verification import Method, Verifier, recovery_law
+from dspark_trt.runtime_py.verification import Method, Verifier, recovery_distribution
 from torch import Tensor
 
 from tests.fakes import Tables, request
@@ -43,22 +43,22 @@ def draft_probability(tables: Tables, params: SamplingParams, sampled: bool, alt
     logits = alter(tables.draft_logits(before(drafts), ANCHOR))
     # What the draft samples from, spelled out here: verification's q has to be this.
     if sampled and not params.greedy:
-        law = (logits / torch.tensor(params.temperature)).double().softmax(-1)
+        probabilities = (logits / torch.tensor(params.temperature)).double().softmax(-1)
     else:
-        law = torch.nn.functional.one_hot(logits.argmax(-1), tables.vocab).double()
-    return law.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(1), logits
+        probabilities = torch.nn.functional.one_hot(logits.argmax(-1), tables.vocab).double()
+    return probabilities.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(1), logits
 
 
 def target_joint(tables: Tables, params: SamplingParams) -> Tensor:
-    """The target's own law of the next N + 1 tokens, [V] * (N + 1), without any draft."""
+    """The target's own distribution of the next N + 1 tokens, [V] * (N + 1), without any draft."""
     joint = torch.ones(1, dtype=torch.float64)
     prefixes: list[tuple[int, ...]] = [()]
     for _ in range(tables.block + 1):
         states = [request([*HISTORY, *prefix], [], params) for prefix in prefixes]
         ids = torch.tensor([s.tokens[-1] for s in states])
         positions = torch.tensor([s.anchor_position for s in states])
-        law = target_law(states, tables.target_logits(ids, positions).unsqueeze(1)).squeeze(1)
-        joint = (joint.unsqueeze(1) * law).flatten()
+        probabilities = target_probabilities(states, tables.target_logits(ids, positions).unsqueeze(1)).squeeze(1)
+        joint = (joint.unsqueeze(1) * probabilities).flatten()
         prefixes = [(*prefix, token) for prefix in prefixes for token in range(tables.vocab)]
     return joint.view([tables.vocab] * (tables.block + 1))
 
@@ -88,15 +88,15 @@ def emitted_joint(
     requests = [request(list(HISTORY), d[:n], params) for d, n in zip(drafts.tolist(), count.tolist(), strict=True)]
     rows = torch.cat((torch.full_like(drafts[:, :1], HISTORY[-1]), drafts), 1)
     target_logits = tables.target_logits(rows, ANCHOR + torch.arange(block + 1))
-    laws = Verifier(method).laws(requests, tokens.int(), target_logits, logits if sampled else None)
+    distributions = Verifier(method).distributions(requests, tokens.int(), target_logits, logits if sampled else None)
     emitted = [torch.zeros([vocab] * (m + 1), dtype=torch.float64) for m in range(block + 1)]
     average = 0.0
     for pattern in itertools.product((False, True), repeat=block):
-        passed = torch.tensor(pattern).expand_as(laws.passes)
-        chance = torch.where(passed, laws.passes, 1 - laws.passes).prod(1) * probability
-        kept = method.kept(passed & laws.drafted)
-        law = recovery_law(laws, kept)
-        mass = chance.unsqueeze(1) * law / law.sum(1, keepdim=True)
+        passed = torch.tensor(pattern).expand_as(distributions.passes)
+        chance = torch.where(passed, distributions.passes, 1 - distributions.passes).prod(1) * probability
+        kept = method.kept(passed & distributions.drafted)
+        probabilities = recovery_distribution(distributions, kept)
+        mass = chance.unsqueeze(1) * probabilities / probabilities.sum(1, keepdim=True)
         average += float((chance * kept).sum())
         for m in range(block + 1):
             own = kept == m
@@ -120,6 +120,6 @@ def _index(prefixes: Tensor, vocab: int) -> Tensor:
 
 
 def bias(tables: Tables, params: SamplingParams, method: Method, **choices: Any) -> float:
-    """Total variation between what is emitted and the target's law."""
+    """Total variation between what is emitted and the target's distribution."""
     emitted, _ = emitted_joint(tables, params, method, **choices)
     return float((emitted - target_joint(tables, params)).abs().sum()) / 2

@@ -45,7 +45,7 @@ QUANTILES = {"half": 0.5, "nine tenths": 0.9, "ninety-nine hundredths": 0.99}
 
 
 def prompts() -> list[list[int]]:
-    """Token ids (bytes behind the model's first token) of passages from the held-out text, all over it."""
+    """Token ids (bytes after the model's first token) of passages from the held-out text, all over it."""
     text = (CHECKPOINT.parent / "corpus" / "heldout.txt").read_bytes()
     stride = len(text) // PROMPTS
     return [[256, *text[i * stride : i * stride + CONTEXT]] for i in range(PROMPTS)]
@@ -109,14 +109,14 @@ class View:
     """What the decoder is opened in."""
 
     def forced(self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [P, T, V] float32 at every one of P times T given ``tokens`` behind P prompts, step by step."""
+        """Logits [P, T, V] float32 at every one of P times T given ``tokens`` after P prompts, step by step."""
         verifier = ForcingVerifier(tokens=tokens)
         with self._decoder(verifier) as decoder:
             decoder.generate(prompts, SamplingParams(max_tokens=len(tokens[0]), ignore_eos=True))
         return torch.stack([torch.stack(verifier.logits[index]) for index in range(len(tokens))])
 
-    def behind(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [P, V] float32 behind the last token of each text, which goes through alone."""
+    def after(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [P, V] float32 after the last token of each text, which goes through alone."""
         verifier = ForcingVerifier(tokens=[[0]])
         with self._decoder(verifier) as decoder:
             for text in texts:
@@ -198,7 +198,7 @@ class Divergence:
 class Logits(Protocol):
     """What :func:`where_texts_part` asks of a :class:`View`."""
 
-    def behind(self, texts: Sequence[Sequence[int]]) -> Tensor: ...
+    def after(self, texts: Sequence[Sequence[int]]) -> Tensor: ...
 
 
 def compare_with_cpu(
@@ -215,7 +215,7 @@ def compare_with_cpu(
 def check_against_cpu(mode: str, ranks: int, distance: dict[str, float], parted: Sequence[Divergence]) -> None:
     """Assert that a device decoded what as many ranks of a CPU do, given what :func:`compare_with_cpu` found.
 
-    In float32 all texts are equal, or nearly tied where one is not. Released weights round activations to 4 bits behind
+    In float32 all texts are equal, or nearly tied where one is not. Released weights round activations to 4 bits after
     every layer, and one flipped code can turn an expert: logits are then no farther from the CPU's than those of a CPU
     that rounds attention against other maxima, at every quantile (a quarter more for the noise of 800 positions), and
     no two tokens that part the texts farther than its farthest logits.
@@ -237,7 +237,7 @@ def compare_texts(
     view_wanted: View,
     tie: float | None = None,
 ) -> tuple[dict[str, float], list[Divergence]]:
-    """How far the logits behind two decodes lie from each other (:func:`quantiles`), and where their texts part.
+    """How far the logits after two decodes lie from each other (:func:`quantiles`), and where their texts part.
 
     Args:
         tie: as of :func:`where_texts_part`; left out, what all but a hundredth of the positions stay below: an
@@ -268,7 +268,7 @@ def where_texts_part(
             parted.append((index, position, [*prompt, *theirs[:position]], theirs[position], ours[position]))
     if not parted:
         return []
-    rows = zip(*(view.behind([text for _, _, text, _, _ in parted]) for view in views), strict=True)
+    rows = zip(*(view.after([text for _, _, text, _, _ in parted]) for view in views), strict=True)
     different = [
         Divergence(index, position, *(float(row[wanted_token] - row[found_token]) for row in pair))
         for (index, position, _, wanted_token, found_token), pair in zip(parted, rows, strict=True)

@@ -1,6 +1,6 @@
 """Rank shards: the directory that conversion writes, and filling a model from it.
 
-The directory holds ``config.json``, one ``rank{r}.safetensors`` a rank and the tokenizer's files. Tensors
+The directory holds ``config.json``, one ``rank{r}.safetensors`` per rank, and the tokenizer's files. Tensors
 carry the names of the model's state dict; quantised weights keep their released bytes, so the same shard
 serves both numerics: a ``released`` model has integer parameters for bytes and scales, a ``dequantized``
 one has floating-point weights and no scales, which are dequantised here, once.

@@ -1,4 +1,4 @@
-"""Conversion of a released checkpoint into one file a rank.
+"""Conversion of a released checkpoint into one file per rank.
 
 Everything is known before the first tensor is read: the table of released tensors gives the layout of every
 rank file. So all rank files are open at once, and the released tensors pass through one by one in the order

@@ -123,7 +123,7 @@ class DraftModel(nn.Module):
         temperature: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Draft one block a request.
+        """Draft one block per request.
 
         Args:
             anchor_ids, positions, slots: [R] int32; the token just emitted, its position, its slot.

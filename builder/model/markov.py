@@ -8,7 +8,7 @@ engines compute. Here the same loop takes, in torch and for the torch session on
 * a reduced draft vocabulary: logits of some of the target's tokens. The loop continues in the target's
   vocabulary, with -inf for the others, so that noise, ties and draft logits are those of target ids;
 * the top-k approximation: each slot's candidates are the k largest base logits, picked before the bias is
-  known, and with ``bigrams`` the tokens that the static table W1 W2^T favours behind the previous one.
+  known, and with ``bigrams`` the tokens that the static table W1 W2^T favours after the previous one.
   Everything else is -inf. Without bigrams a token that only the bias would lift is lost.
 """
 
@@ -35,9 +35,9 @@ class MarkovOptions:
     float64_noise: bool = False
     """Of a sampling draft, as the operation has it."""
     top_k: int = 0
-    """Candidates a slot; 0 is all of them."""
+    """Candidates per slot; 0 is all of them."""
     bigrams: int = 0
-    """Further candidates behind each token."""
+    """Further candidates after each token."""
     draft_ids: Sequence[int] | None = None
     """The target ids of a reduced draft vocabulary, in its order; None is the target's."""
 
@@ -95,7 +95,7 @@ class Projection(Table):
 
 
 class MarkovHead(nn.Module):
-    """The tables of the bias behind a token, and what gated and rnn heads have beside them."""
+    """The tables of the bias after a token, and what gated and rnn heads have beside them."""
 
     def __init__(self, config: DraftConfig, context: BuildContext):
         super().__init__()

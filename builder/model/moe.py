@@ -57,7 +57,7 @@ class ExpertWeights(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts; returns the float32 sum over the chosen ones, [rows, H]."""
+    """The routed experts of one rank: the weighted sum over those that were chosen for each row."""
 
     def __init__(self, config: ModelConfig, context: BuildContext):
         super().__init__()
@@ -69,6 +69,13 @@ class Experts(nn.Module):
         self.w3 = ExpertWeights(count, self.inner, hidden, context)
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The rank's partial sum [rows, H] float32.
+
+        Args:
+            x: [rows, H] in the activation type.
+            indices: [rows, k] int32, the experts of each row, as :class:`Gate` returns them.
+            weights: [rows, k] float32, their routing weights.
+        """
         if self.released:
             parts = [t for w in (self.w1, self.w2, self.w3) for t in (w.weight, w.scale)]
             return ROUTED_EXPERTS(

@@ -7,7 +7,7 @@
 //
 // FP4 weights come as words of eight nibbles, which decode into the four even and the four odd ones. Records for them
 // hold the 32 codes of a block in that order: the even ones of channels 8 t .. 8 t + 7 at 4 t, the odd ones at
-// 16 + 4 t. Decoded FP4 values are 2^-6 too small; `factor` is what puts that right, in the scales.
+// 16 + 4 t. Decoded FP4 values come out 64 times too small; `factor` corrects this in the scales.
 #pragma once
 
 #include "fp8.cuh"

@@ -2,7 +2,7 @@
 //
 // The 16-bit kernel for few rows and for windows of any length; attention_wide_kernel.cuh is the one for many rows, and
 // attention_launch.cuh chooses. A cluster of blocks serves a tile of 16 query rows; each block has its own slice of 64
-// channels, of the queries, the keys and the result, so every byte is loaded once a tile and the loads of a tile are
+// channels, of the queries, the keys and the result, so every byte is loaded once per tile and the loads of a tile are
 // spread over eight multiprocessors. Everything that does not depend on a loaded value is loaded at once; then the
 // keys, which depend on the slot. Keys pass in chunks of up to 192 (a released window and its block are one chunk):
 //   1. each block multiplies its channels of the queries with those of the keys and sends each of the 16 rows of
@@ -39,7 +39,7 @@ struct TileState {
   float sinks[kTileRows];
   // Of an owned row: the maximum of each block of keys, and of all blocks so far; rounds take turns.
   float maxima[2][kChunkBlocks + 1][kTileRows];
-  // Of a row, from its owner: a block's factor for what came before it and its sum of probabilities; behind these
+  // Of a row, from its owner: a block's factor for what came before it and its sum of probabilities; after these
   // the sink's part of the denominator.
   float2 shares[kTileRows][kChunkBlocks + 1];
 };
@@ -51,7 +51,7 @@ struct TileLayout {
   int ring_step;                          // 32 rows further in the ring
   int score_pitch;                        // of a row of partial scores [source block][owned row][key]
   int weight_pitch;                       // of a row of probabilities
-  int scores, weights, turns, keys, end;  // queries and own rows lie behind TileState
+  int scores, weights, turns, keys, end;  // queries and own rows lie after TileState
 
   TileLayout() = default;
   TileLayout(const AttentionProblem& p, int chunk, int slices) : chunk(chunk), slices(slices) {
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
   float2* const turns = reinterpret_cast<float2*>(shared + layout.turns);
   const ClusterMail<2> mail(state.mail, cluster);
 
-  // Eight threads a row, of 16 rows of queries and of up to 16 own rows. Rows past the end repeat the last one.
+  // Eight threads per row, of 16 rows of queries and of up to 16 own rows. Rows past the end repeat the last one.
   const int piece_row = threadIdx.x / 8, piece_channel = first_channel + threadIdx.x % 8 * 8;
   const bool of_query = piece_row < kTileRows;
   const int own = piece_row - kTileRows;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kSliced ? 3 : 1)
     // A constant; volatile, so that it is loaded here.
     sink = static_cast<const volatile float*>(p.sink)[row_of_thread - step * p.heads];
   }
-  unsigned char* const piece = queries + piece_row * pitch + threadIdx.x % 8 * 16;  // own rows lie behind the queries
+  unsigned char* const piece = queries + piece_row * pitch + threadIdx.x % 8 * 16;  // own rows lie after the queries
   unsigned char* const piece_stage = stage + piece_row * pitch + threadIdx.x % 8 * 16;
 
   wait_for_predecessor();

@@ -47,7 +47,7 @@ int attend(AttentionProblem p, int activation, cudaStream_t stream) {
       const int cluster = device_major() >= 9 && (slices & (slices - 1)) == 0 ? slices : 1;
       const int64_t tiles = static_cast<int64_t>((p.rows + kTileRows - 1) / kTileRows) * p.groups;
       if (cluster == 1 || tiles * cluster > static_cast<int64_t>(kClusterBlocks) * limits.multiprocessors) {
-        // 64 rows a block load the keys half as often as 32 do; but first every multiprocessor should have some.
+        // 64 rows per block load the keys half as often as 32 do; but first every multiprocessor should have some.
         const bool many = (tiles + 1) / 2 > limits.multiprocessors && p.rows > 2 * kRowTile;
         int status;
         if (many && launch_wide<T, 4, kOwn>(p, limits, stream, &status)) return status;

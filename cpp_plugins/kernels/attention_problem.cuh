@@ -22,7 +22,7 @@ struct AttentionProblem {
   int rows;  // of a group: positions of the group times heads
   int heads;
   int window;    // ring entries that count
-  int own_rows;  // keys behind them; 0 without kOwn
+  int own_rows;  // keys after them; 0 without kOwn
   int ring_rows;
   int64_t slot_count;
   float scale;

@@ -2,7 +2,7 @@
 // the group (144 at most, which is a released window and the longest block) in shared memory at once, so nothing passes
 // between blocks and the keys are loaded once for the rows:
 //   1. all loads are started, in stages of 128 channels of queries and keys. While they are on their way, the block's
-//      own rows, which came first, are rotated and rounded where they lie behind the ring's;
+//      own rows, which came first, are rotated and rounded where they lie after the ring's;
 //   2. scores, stage after stage as they arrive: a warp has two tiles of rows and one or two tiles of keys, and adds
 //      its slices in channel order. Then the scores take the queries' place, and beside them lies the highest that
 //      each warp had of a row;
@@ -22,7 +22,7 @@ constexpr int kStages = kMaxSlices / kStageSlices;
 constexpr int kCopyRows = kWideThreads / 8;  // rows of a slice that the block copies at once, eight threads each
 
 // Where things lie in shared memory, in bytes from its start; made by the host. Queries and then scores and
-// probabilities lie behind WideState.
+// probabilities lie after WideState.
 struct WideLayout {
   int slices;
   int padded;     // keys, with zeros up to a whole tile
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int slot = static_cast<const volatile int32_t*>(p.slots)[group];
   const int position = static_cast<const volatile int32_t*>(p.positions)[group];
 
-  // Own rows go behind the ring's, one of their slices to eight threads.
+  // Own rows go after the ring's, one of their slices to eight threads.
   const int copy_row = threadIdx.x / 8, copy_channel = threadIdx.x % 8 * 8;
   if (kOwn) {
     for (int piece = copy_row; piece < p.own_rows * slices; piece += kCopyRows) {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void make_results(const AttentionProblem& p, const St
       weights[r][step] = load_matrices(rows + (warp_row + r * kRowTile) * weight_pitch + step * kKeyTile * 2 +
                                        lane_of_rows(lane, weight_pitch));
   }
-  // Where the lane stores of row warp_row + g, and of each eighth row behind it; see below.
+  // Where the lane stores of row warp_row + g, and of each eighth row after it; see below.
   const int row_of_lane = first_row + warp_row + g;
   T* const target = static_cast<T*>(p.attended) + (static_cast<int64_t>(blockIdx.y) * p.rows + row_of_lane) * dim +
                     t % 2 * 8 + t / 2 * 4;

@@ -38,7 +38,7 @@ class ClusterMail {
 #endif
   }
 
-  // By one thread, once a round: the bytes that this block will receive, its own included.
+  // By one thread, once per round: the bytes that this block will receive, its own included.
   __device__ __forceinline__ void expect(int box, int bytes) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks_ > 1)

@@ -1,6 +1,6 @@
 // ContextKvInsert: rows become entries of a ring cache, in place (plugins/context_kv_insert.py).
 //
-// One warp a row. Which rows stay depends on the newest position that the call carries for the row's slot, so
+// One warp per row. Which rows stay depends on the newest position that the call carries for the row's slot, so
 // every block looks through all (slot, position) pairs of the call, once for its eight rows together; no block
 // waits for another, and the result is the same whatever their order.
 #include "attention.cuh"
@@ -8,7 +8,7 @@
 namespace dspark {
 namespace {
 
-constexpr int kRows = 8;  // of a block, one a warp
+constexpr int kRows = 8;  // of a block, one per warp
 constexpr int kThreads = kRows * kWarp;
 
 struct Problem {

@@ -1,7 +1,7 @@
 // Which rows go to which expert: the first kernel of RoutedExperts sorts all choices by expert.
 //
 // A choice is a pair of row and place in the row, numbered row * top_k + place. Sorted, experts ascending and choices
-// ascending within one, it gets a position; an expert that is out of range gets none. One thread block an expert
+// ascending within one, it gets a position; an expert that is out of range gets none. One thread block per expert
 // counts the choices of experts before its own, which gives its first position, and the distinct experts among them,
 // which gives its place among the experts that have any; then it writes its own choices in order. Blocks don't talk
 // to each other and the order is that of the choices, so nothing depends on timing.

@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t mix(uint32_t h) {
   return h ^ (h >> 16);
 }
 
-// The part of the hash that all tokens of a row share, `step` rows behind `position`.
+// The part of the hash that all tokens of a row share, `step` rows after `position`.
 __device__ __forceinline__ uint32_t gumbel_key(int32_t seed_low, int32_t seed_high, int32_t position, int step,
                                                uint32_t salt) {
   const uint32_t key = mix(mix(static_cast<uint32_t>(position) + step + salt) ^ static_cast<uint32_t>(seed_low));

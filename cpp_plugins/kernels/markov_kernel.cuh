@@ -1,6 +1,6 @@
 // The persistent kernel of MarkovSampling and MarkovSamplingSharded (plugins/markov_sampling*.py).
 //
-// The cost is reading W2 [V, R] once a step. Blocks, one a multiprocessor, own fixed ranges of it, in tiles of
+// The cost is reading W2 [V, R] once per step. Blocks, one per multiprocessor, own fixed ranges of it, in tiles of
 // 16 vocabulary rows that go round the block's warps, so what a block has read it can keep: tiles in registers
 // (kKept a warp), tiles in shared memory, and only the rest is streamed again in each step, through one shared
 // memory slot a warp. Every thread copies exactly the bytes that it will multiply, so tiles need no barrier.
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1) markov_kernel(const __grid_consta
   }
   for (int tile = warp; works && tile < count; tile += workers) prefetch_base(tile, 0);
 
-  // One warp a request: fetch the token's feature row, lay it out as the B operand, and hand it out.
+  // One warp per request: fetch the token's feature row, lay it out as the B operand, and hand it out.
   const auto take_token = [&](int request, int token, int step) {
     token = min(max(token, 0), p.vocab - 1);
     const uint4* row = reinterpret_cast<const uint4*>(p.embed + static_cast<int64_t>(token) * p.row_bytes);

@@ -233,7 +233,7 @@ int launch_boundary(const Boundary<T>& b, cudaStream_t stream) {
   }
   int clusters = std::min(b.rows, 65535);
   if (kRanks > 1) {
-    // Registers allow 512 threads a multiprocessor; "+ 1" leaves room for clusters that don't fill one group of them.
+    // Registers allow 512 threads per multiprocessor; "+ 1" leaves room for clusters that don't fill one group of them.
     DeviceLimits limits;
     if (!device_limits(&limits)) return DSPARK_LAUNCH_FAILED;
     const int resident = std::max(1, limits.multiprocessors * (kMaxThreads / threads) / (blocks + 1));

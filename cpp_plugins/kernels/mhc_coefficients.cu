@@ -3,7 +3,7 @@
 // Two kernels. `project_kernel` splits the K = 4H flattened channels (K = H where the streams are equal and fn is
 // summed over them: only the first is read) into slices of 256, one block column each: a block reads its slice of the
 // 24 rows of fn once into registers (before it waits for its predecessor: fn is a constant), then multiplies rows of
-// streams with it, four at a time, and writes 24 partial projections and a partial sum of squares a row and slice.
+// streams with it, four at a time, and writes 24 partial projections and a partial sum of squares per row and slice.
 // `finish_kernel` adds a row's partial sums in a fixed order and makes the coefficients. How rows are spread over
 // blocks never changes the order of a sum, so a row's result does not depend on the rows beside it.
 //
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kProjectThreads)
       for (int c = 0; c < 2 * kLaneChannels; ++c) x[i][c / 4][c % 4] = to_float(next[i][c / 4].values[c % 4]);
     }
     if (first + kRows < end) fetch(first + kRows);
-    // Eight values a row: six projections, the sum of squares (one warp a row), zero for the padding.
+    // Eight values per row: six projections, the sum of squares (one warp per row), zero for the padding.
     float values[kWarp];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -262,7 +262,7 @@ DSPARK_EXPORT int dspark_mhc_coefficients(const dspark_mhc_coefficients_params* 
     for (int64_t first = 0; first < p->size_rows; first += kChunk) {
       const int rows = static_cast<int>(std::min(p->size_rows - first, kChunk));
       const int fours = (rows + kRows - 1) / kRows;
-      // Up to four blocks a slice: more would read fn more often than they gain.
+      // Up to four blocks per slice: more would read fn more often than they gain.
       const int block_fours = (fours + 3) / 4, tiles = (fours + block_fours - 1) / block_fours;
       int status = launch(project, LaunchShape{dim3(slices, tiles), kProjectThreads}, stream,
                           static_cast<const T*>(p->streams) + first * stride, static_cast<const float*>(p->fn),

@@ -45,7 +45,7 @@ struct ExpertProduct {
 template <int kGroups, bool kExpand>
 using FourBitProduct = Product<Fp4, kTiles, kGroups, kSlots, kExpand>;
 
-// Scale bytes of a thread block's weight rows, behind the rings and what the warps decode of them.
+// Scale bytes of a thread block's weight rows, after the rings and what the warps decode of them.
 __host__ __device__ constexpr int scale_bytes(int channels) { return kTiles * kTileRows * (channels / kSubBlock); }
 
 // silu(min(gate, limit)) * clamp(up, -limit, limit); comparisons that keep NaN.

@@ -47,7 +47,7 @@ __device__ __forceinline__ float e8m0_value(uint32_t byte) {
   return __uint_as_float(byte - 1 < 254 ? byte << 23 : special);
 }
 
-// FP8 weights with one scale a square block of kBlock x kBlock: the same for all weight rows here.
+// FP8 weights with one scale per square block of kBlock x kBlock: the same for all weight rows here.
 template <int kBlock_>
 struct Fp8 {
   static constexpr int kBlock = kBlock_;
@@ -185,7 +185,7 @@ class Product {
 
   // Computes the warp's sums and leaves them at the start of its ring, [activation row][weight row]. All warps of the
   // block meet once inside, before the first use of what they have copied or stored for each other.
-  // Scales, in shared memory: Fp8, floats, one a block; Fp4, bytes [kRows][scale_columns], and `spread`, kScaleBytes
+  // Scales, in shared memory: Fp8, floats, one per block; Fp4, bytes [kRows][scale_columns], and `spread`, kScaleBytes
   // of the warp's own.
   __device__ __forceinline__ void run(const void* scales, int scale_columns, float* spread) {
     float sums[kTiles][kGroups][4] = {};

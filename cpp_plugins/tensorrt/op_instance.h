@@ -32,7 +32,7 @@ constexpr const char* kAbiField = "plugin_abi";
 // The type of a layer's activations, a dspark_activation: networks of TensorRT 8 don't say it (plugin_v2.cpp).
 constexpr const char* kActivationField = "activation";
 
-// An operation's attributes as plugin fields without values. TensorRT 8's have `kActivationField` behind them.
+// An operation's attributes as plugin fields without values. TensorRT 8's have `kActivationField` after them.
 std::vector<PluginField> attribute_fields(const Op& op);
 
 // The tensors of a call, inputs first.

@@ -34,7 +34,7 @@ constexpr const char* kLibraries[] = {
 #endif
 };
 
-// One creator an operation, in the order of ops().
+// One creator per operation, in the order of ops().
 const std::vector<Creator*>& creators() {
   static const auto* const all = [] {
     auto* const made = new std::vector<Creator*>;

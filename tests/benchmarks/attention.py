@@ -41,7 +41,7 @@ def draft_inputs(requests: int) -> list[Tensor]:
 
 
 def rows_of(requests: int, length: int) -> tuple[Tensor, Tensor]:
-    """Positions and slots of ``length`` rows a request."""
+    """Positions and slots of ``length`` rows per request."""
     positions = [1000 + 37 * r + i for r in range(requests) for i in range(length)]
     return ids(positions), ids(r for r in range(requests) for _ in range(length))
 

@@ -32,7 +32,7 @@ EAGER_SETS = 24
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call, over the replays of a graph."""
+    """Microseconds per call, over the replays of a graph."""
 
     median_us: float
     p10_us: float

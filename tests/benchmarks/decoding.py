@@ -3,15 +3,15 @@
     python -m tests.benchmarks.decoding --output tests/benchmarks/results/DATE-decoding.json
     mpirun -n 2 python -m tests.benchmarks.decoding --output ...        two GPUs, tensor parallel
 
-For each request count: microseconds a step by events on the stream, of runs without a profiler, which would slow the
+For each request count: microseconds per step by events on the stream, of runs without a profiler, which would slow the
 host down. ``median_us``, ``p10_us`` and ``p90_us`` are of ``runs`` runs, of each the mean of its steps; the same over
 all runs is split into ``target_us``, ``verify_us``, ``draft_us`` and ``gap_us``, between two steps. Beside it the same
-step enqueued without graphs, a step of the target alone, which emits one token a request, replayed from graphs, and a
+step enqueued without graphs, a step of the target alone, which emits one token per request, replayed from graphs, and a
 step whose coefficients have no stream of their own: medians of such means too. ``tokens_per_second`` is by the host's
 clock and holds the first draft of a run, which is enqueued without a graph.
 
 From another run, under the profiler: ``host_gap_us``, the median time in which the stream was idle between the
-target's replay, verification included, and the draft's, which are enqueued one behind the other; and ``step_gap_us``,
+target's replay, verification included, and the draft's, which are enqueued one after the other; and ``step_gap_us``,
 between two steps, which the profiler's own cost for the host makes longer than ``gap_us``.
 
 The summary says how the tokens compare with the CPU's, and of one rank three things more, which
@@ -62,12 +62,12 @@ def part_us(runs: Sequence[Statistics], part: str) -> float:
 
 
 def step_us(stats: Statistics) -> float:
-    """Microseconds a step by the stream's clock, the mean of a run."""
+    """Microseconds per step by the stream's clock, the mean of a run."""
     return sum(part_us([stats], part) for part in PARTS)
 
 
 def timed_runs(decoder: Decoder, prompts: Sequence[Sequence[int]], tokens: int, runs: int) -> list[Statistics]:
-    """Of so many runs, behind one that captures and warms up."""
+    """Of so many runs, after one that captures and warms up."""
     return [decoder.generate(prompts, greedy(tokens))[1] for _ in range(runs + 1)][1:]
 
 

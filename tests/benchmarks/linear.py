@@ -77,7 +77,7 @@ def bf16_launch(inputs: list[Tensor], block: int) -> Launch:
 
 
 def scaled_launch(inputs: list[Tensor], block: int | None) -> Launch:
-    """FP8 by torch._scaled_mm over rows padded to 16, quantised before: one scale a tensor, or a 128 x 128 block."""
+    """FP8 by torch._scaled_mm over rows padded to 16, quantised before: a scale per tensor, or per 128 x 128 block."""
     x, weight, _ = inputs
     rows, (columns, channels) = -(-len(x) // 16) * 16, weight.shape
     a = F.pad(x, (0, 0, 0, rows - len(x))).to(torch.float8_e4m3fn)

@@ -86,7 +86,7 @@ class Ways:
 
 
 def moved_bytes(name: str, requests: int, *, with_head: bool) -> int:
-    """What one rank reads and writes: its rows of the head, W2 once a step, and the logits as often as a way must."""
+    """What one rank reads and writes: its rows of the head, W2 once per step, and the logits as often as a way must."""
     share = 1 if name == WHOLE else RANKS
     logits = requests * BLOCK * VOCAB * 4 // share
     table = TABLE_BYTES // (RANKS if name == BY_VOCABULARY else 1)

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/sampling.py --output FILE.json [--quick]
 
-``--quick`` leaves out torch.compile. ``bytes`` counts the head table once a step, since a chain that keeps nothing
-on the chip must read it once a step; the kernel keeps part of it, so it may take less time than that floor.
+``--quick`` leaves out torch.compile. ``bytes`` counts the head table once per step, since a chain that keeps nothing
+on the chip must read it once per step; the kernel keeps part of it, so it may take less time than that floor.
 """
 
 from __future__ import annotations

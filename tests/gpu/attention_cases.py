@@ -69,7 +69,7 @@ def cached(kv: Tensor, positions: Tensor, cache: dict[str, Any]) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, sink: Tensor) -> Tensor:
-    """Softmax attention of q [heads, D] over keys [K, D] with a sink logit a head, exact in float64."""
+    """Softmax attention of q [heads, D] over keys [K, D] with a sink logit per head, exact in float64."""
     scores = q @ keys.T * q.shape[-1] ** -0.5
     weights = torch.softmax(torch.cat((scores, sink.double().unsqueeze(1)), 1), 1)[:, :-1]
     return weights @ keys

@@ -110,7 +110,7 @@ def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
 def distances(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> dict[str, tuple[float, float]]:
     """Output -> (three quarters of its rows are nearer than this, the farthest row); draft tokens by their logits.
 
-    What a draft computes behind the first token that differs is left out.
+    What a draft computes after the first token that differs is left out.
     """
     errors: dict[str, list[Tensor]] = {}
     for f, w in zip(found, wanted, strict=True):

@@ -137,7 +137,7 @@ def test_slots_outside_give_zero_rows(seed: int, activation: torch.dtype) -> Non
 
 
 def crowd() -> int:
-    """A number of requests with 64 heads and blocks of 5 that is more than one block of 32 rows a multiprocessor."""
+    """A number of requests with 64 heads and blocks of 5 that is more than one block of 32 rows per multiprocessor."""
     return torch.cuda.get_device_properties(DEVICE).multi_processor_count // 10 + 2
 
 

@@ -139,7 +139,7 @@ def test_tokens_do_not_depend_on_how_many_requests_run(root: Path, requests: int
     made = make_engines(root, 1, **options)
     params = SamplingParams(max_tokens=greedy_reference.TOKENS, ignore_eos=True)
     found, stats, _ = decode(made, greedy_reference.prompts(), params)
-    assert stats.device_steps > len(found) * greedy_reference.TOKENS / requests / 6, "a step emits at most 6 a request"
+    assert stats.device_steps > len(found) * greedy_reference.TOKENS / requests / 6, "a step emits up to 6 per request"
     same = sum(a == b for a, b in zip(found, greedy_reference.recorded("float32"), strict=True))
     assert same >= len(found) - 1
 
@@ -147,7 +147,7 @@ def test_tokens_do_not_depend_on_how_many_requests_run(root: Path, requests: int
 def test_ten_thousand_steps_leave_nothing_behind(engines: Callable[..., Path]) -> None:
     """Of torch's memory nothing at all. The rest is watched over the second half, when pools and heaps have their size:
     then the emitted tokens of two requests, if every step left them behind, would be 257 bytes of the host a step
-    (measured on a CPU, where the loop itself leaves 6). 200 a step are less, and more than a heap's noise: a MB."""
+    (measured on a CPU, where the loop itself leaves 6). 200 per step are less, and more than a heap's noise: a MB."""
     made = engines(**NUMERICS["bfloat16"], max_batch_size=2, max_seq_len=1000)
     prompts, params = greedy_reference.prompts()[:2], SamplingParams(max_tokens=900, ignore_eos=True)
     with Decoder.from_dir(made, device="cuda") as decoder:

@@ -63,7 +63,7 @@ def test_released_products_against_float64(seed: int, columns: int, channels: in
 
 
 @blocks
-@pytest.mark.parametrize("columns", [80, 4112], ids=["16 rows a thread block", "32"])
+@pytest.mark.parametrize("columns", [80, 4112], ids=["16 rows per thread block", "32"])
 @pytest.mark.parametrize("rows", [*range(1, 17), 40, 64, 65, 256, 1025])
 def test_row_counts(seed: int, rows: int, columns: int, block: int) -> None:
     """Every number of matrix instructions, chunks of 64 rows, and more rows than one launch takes."""
@@ -117,7 +117,7 @@ def test_nan_stays_in_its_row_or_column(seed: int) -> None:
 
 @pytest.mark.parametrize("columns", [80, 4112])
 def test_nothing_behind_the_weights_counts(seed: int, columns: int) -> None:
-    """K ends within a unit and N within a tile; NaN codes and scales lie behind the last ones."""
+    """K ends within a unit and N within a tile; NaN codes and scales lie after the last ones."""
     inputs = Draw(seed).linear(5, columns, 160, 32)
     fenced = [inputs[0]]
     for tensor in inputs[1:]:
@@ -194,7 +194,7 @@ def test_a_row_alone_and_in_a_batch_of_experts(seed: int, activation: torch.dtyp
 
 
 def test_experts_are_added_in_ascending_order(seed: int) -> None:
-    """Whatever the router's order was: to the bit what one call an expert gives, added in float32."""
+    """Whatever the router's order was: to the bit what one call per expert gives, added in float32."""
     x, indices, weights, *packed = Draw(seed, torch.float32).experts(9, 16, 6, 128, 64)
     order = indices.argsort(-1)
     total = torch.zeros_like(x)
@@ -218,7 +218,7 @@ def test_experts_out_of_range_add_nothing(seed: int) -> None:
 def test_nan_in_an_expert(seed: int, inner: int) -> None:
     """A NaN scale of w2 reaches one channel of the rows that chose the expert; a NaN activation its row."""
     x, indices, weights, *packed = Draw(seed).experts(9, 4, 2, 128, inner)
-    packed[3][2, 37, 0] = -1  # byte 255, behind the last one of channel 36
+    packed[3][2, 37, 0] = -1  # byte 255, after the last one of channel 36
     packed[3][2, 38, 0] = 0  # 2^-127
     x[5, 100] = float("nan")
     y = experts([x, indices, weights, *packed])

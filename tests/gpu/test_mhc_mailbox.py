@@ -53,7 +53,7 @@ def test_ranks_as_streams(ranks: int, hidden: int, dtype: torch.dtype, seed: int
 
 
 def test_more_rows_than_fit_on_the_device_at_once(seed: int) -> None:
-    """TP-5: 256 rows a rank; blocks take their rows in turns and never wait for blocks that can't start."""
+    """TP-5: 256 rows per rank; blocks take their rows in turns and never wait for blocks that can't start."""
     job = Ranks(2, 5120, torch.bfloat16)
     cases = job.cases("normal", seed, layout.MAILBOX_ROWS, residual=False)
     torch.cuda.synchronize()

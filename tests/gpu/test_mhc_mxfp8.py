@@ -66,7 +66,7 @@ def test_special_values(dtype: torch.dtype, seed: int) -> None:
 
 @over_dtypes
 def test_several_ranks_quantise_alike(dtype: torch.dtype, seed: int) -> None:
-    """The same bytes behind the mailbox: two ranks, played by streams."""
+    """The same bytes after the mailbox: two ranks, played by streams."""
     from tests.gpu.test_mhc_mailbox import Ranks
 
     job = Ranks(2, 512, dtype)

@@ -286,8 +286,8 @@ def test_float64_noise_wants_a_small_vocabulary() -> None:
 def test_drawn_tokens_follow_the_softmax(temperature: float, logits: list[float]) -> None:
     """SMP-1: three tokens, 131,072 draws under distinct keys; the limit is that of chi-square(2) at 1e-6."""
     requests, block, calls = 64, 8, 256
-    law = torch.tensor(logits)
-    base = law.repeat(requests, block, 1).to(DEVICE)
+    row = torch.tensor(logits)
+    base = row.repeat(requests, block, 1).to(DEVICE)
     counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     for turn in range(calls):
         numbers = torch.arange(turn * requests, (turn + 1) * requests, dtype=torch.int32, device=DEVICE)
@@ -295,7 +295,7 @@ def test_drawn_tokens_follow_the_softmax(temperature: float, logits: list[float]
         keys = [numbers * block, torch.full((requests,), temperature, device=DEVICE), seeds]
         tokens = run([*without_bias(base, rank=16), *keys])[0]
         counts += torch.bincount(tokens.flatten(), minlength=3)
-    expected = torch.softmax(law.double() / max(temperature, 1e-5), 0) * requests * block * calls
+    expected = torch.softmax(row.double() / max(temperature, 1e-5), 0) * requests * block * calls
     assert float(((counts.cpu() - expected) ** 2 / expected).sum()) < 27.6
 
 

@@ -159,5 +159,5 @@ def test_split_drafts_in_the_decode_loop(tmp_path: Path) -> None:
     assert stats.device_steps > 0 and stats.tokens_per_step > 3
     wanted = [row[:60] for row in greedy_reference.recorded("float32")]
     same = sum(a == b for a, b in zip(found, wanted, strict=True))
-    print(f"{same} of {len(wanted)} prompts are identical, {stats.tokens_per_step:.2f} tokens a step")
+    print(f"{same} of {len(wanted)} prompts are identical, {stats.tokens_per_step:.2f} tokens per step")
     assert same >= len(wanted) - 1

@@ -84,7 +84,7 @@ def test_an_engine_agrees_with_torch(
 
 
 class Step:
-    """Target and draft engines one behind the other, on static tensors of ``requests`` requests."""
+    """Target and draft engines one after the other, on static tensors of ``requests`` requests."""
 
     def __init__(self, target: TensorRTSession, draft: TensorRTSession, requests: int, block: int):
         self.sessions = {"target": target, "draft": draft}

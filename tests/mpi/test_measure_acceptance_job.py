@@ -65,4 +65,4 @@ def test_what_is_refused_ends_both_ranks(engines: Path, tmp_path: Path, argument
     """Before anything is decoded or written."""
     job = run_job(2, MEASURE, "--engine-dir", engines, "--output", tmp_path / "out", *arguments)
     assert job.status == 2 and message in job.err and "Traceback" not in job.err
-    assert not (tmp_path / "out").exists() and "tokens a step" not in job.out
+    assert not (tmp_path / "out").exists() and "tokens per step" not in job.out

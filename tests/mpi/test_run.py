@@ -61,7 +61,7 @@ def test_speculative_text_is_the_targets(engines: Engines, tp_size: int, tmp_pat
     assert (stats["world_size"], stats["identical_to_target_only"]) == (tp_size, True)
     proposed, accepted = stats["proposed_per_position"], stats["accepted_per_position"]
     assert proposed == [stats["steps"]] * 5
-    assert accepted == sorted(accepted, reverse=True), "a draft is accepted only behind accepted ones"
+    assert accepted == sorted(accepted, reverse=True), "a draft is accepted only after accepted ones"
     assert stats["tokens"] == 23 * len(PROMPTS)
     # Trained drafts: held-out text gives 3 to 4; without drafts it would be 1.
     assert stats["tokens_per_step"] == stats["tokens"] / stats["steps"] > 2
@@ -78,7 +78,7 @@ def test_a_launcher_changes_nothing_for_one_rank(engines: Engines, tmp_path: Pat
             ranks, engines(1), "--prompt", *PROMPTS[:2], "--max-output-len", "16", "--stats-json", stats, "--stream"
         )
         assert job.status == 0, job.err
-        assert len(re.findall(r"^[01]: '", job.out, re.MULTILINE)) >= 4, "a line a step and prompt"
+        assert len(re.findall(r"^[01]: '", job.out, re.MULTILINE)) >= 4, "a line per step and prompt"
         outputs.append(json.loads(stats.read_text()))
     assert outputs[0]["completions"] == outputs[1]["completions"]
     assert outputs[0]["identical_to_target_only"] is None
@@ -125,7 +125,7 @@ def test_where_the_time_goes(engines: Engines, tmp_path: Path) -> None:
 
 
 def test_without_drafts(engines: Engines, tmp_path: Path) -> None:
-    """Target-only decoding makes a token a step and has nothing to accept."""
+    """Target-only decoding makes a token per step and has nothing to accept."""
     job = run_example(
         None,
         engines(1),
@@ -190,7 +190,7 @@ with fail_together(communicator):
 
 
 def test_a_stop_token_inside_accepted_drafts(engines: Engines, tmp_path: Path) -> None:
-    """What an accepted prefix holds behind a stop token is dropped, on both ranks."""
+    """What an accepted prefix holds after a stop token is dropped, on both ranks."""
     script = tmp_path / "stopping.py"
     script.write_text(STOPPING)
     job = run_job(2, script, engines(2))
@@ -319,7 +319,7 @@ def test_requests_that_cannot_be_served(engines: Engines, arguments: list[str], 
     assert job.status == 2
     lines = error_lines(job.err)
     assert lines and all(re.match(rf"rank [01]: \w+: {message}", line) for line in lines), job.err
-    assert len(lines) == len(set(lines)), "once a rank"
+    assert len(lines) == len(set(lines)), "once per rank"
     assert "Traceback" not in job.err and "summary" not in job.out
 
 
@@ -379,7 +379,7 @@ def test_an_empty_prompts_file(engines: Engines, tmp_path: Path, capsys: pytest.
     prompts = write_prompts(tmp_path / "prompts.txt", "", "  ")
     with pytest.raises(SystemExit, match=r"^2$"):
         load_example("run").main(["--engine-dir", str(engines(1)), "--prompts-file", str(prompts)])
-    assert "no prompt in it; expected one a line" in capsys.readouterr().err
+    assert "no prompt in it; expected one per line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["weights/rank0.safetensors", "config.json", "weights/config.json", "tokenizer.json"])

@@ -102,10 +102,10 @@ def draft_pass(
     rejected: int = 0,
     seed: int = 0,
 ) -> DraftPass:
-    """A call that inserts ``contexts`` (slot -> positions) and drafts right behind each of them.
+    """A call that inserts ``contexts`` (slot -> positions) and drafts right after each of them.
 
     Args:
-        rejected: rows with slot -1 behind each context, at the positions that the block will take.
+        rejected: rows with slot -1 after each context, at the positions that the block will take.
     """
     generator = torch.Generator().manual_seed(seed)
     keys = checkpoint.keys

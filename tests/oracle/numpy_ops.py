@@ -79,7 +79,7 @@ def decode_fp4(packed: Array) -> Array:
 
 
 def spread_blocks(scale: Array, block: int, shape: tuple[int, ...]) -> Array:
-    """Block scales [ceil(N / block), ceil(K / block)] -> one an element [N, K]."""
+    """Block scales [ceil(N / block), ceil(K / block)] -> one per element [N, K]."""
     rows, columns = np.arange(shape[0]) // block, np.arange(shape[1]) // block
     return scale[rows[:, None], columns[None, :]]
 

@@ -106,7 +106,7 @@ def test_draft_context_in_one_call_equals_row_by_row(tiny: Tiny, variant: str, d
 @variants
 @exact_modes
 def test_rejected_rows_leave_no_trace_in_the_draft(tiny: Tiny, variant: str, dtype: torch.dtype | None) -> None:
-    """KV-3: the same steps with and without rows of slot -1 behind the accepted ones."""
+    """KV-3: the same steps with and without rows of slot -1 after the accepted ones."""
     checkpoint = tiny(variant)
     model = checkpoint.draft(dtype)
     passes = two_steps(checkpoint)
@@ -231,7 +231,7 @@ def test_padding_left_over_from_a_larger_batch_writes_nothing(
 @variants
 @exact_modes
 def test_padding_rows_of_the_target_write_nothing(tiny: Tiny, variant: str, dtype: torch.dtype | None) -> None:
-    """KV-6: rows of slot -1 behind, between and before the rows of a request."""
+    """KV-6: rows of slot -1 after, between and before the rows of a request."""
     model, tokens = tiny(variant).target(dtype), sequence(10, seed=9)
     alone = feed(model, tokens, 0, 1, target_rings(model, 3))
     slots = ids(-1, *[1] * 4, -1, -1, *[1] * 6, -1)

@@ -49,7 +49,7 @@ def test_draft_stages_in_float32(tiny: Tiny, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stages_of_a_draft_that_does_not_sample_from_the_anchor(tiny: Tiny, variant: str) -> None:
-    """POS-2: six rows from the anchor's position on for five drafts, the rows behind the anchor are the ones that
+    """POS-2: six rows from the anchor's position on for five drafts, the rows after the anchor are the ones that
     are sampled; the tokens, the bias and the confidence of a draft that samples row 0 differ."""
     checkpoint = tiny(variant, dspark_sample_from_anchor=False)
     passes = two_steps(checkpoint)
@@ -182,7 +182,7 @@ def test_rows_behind_the_anchor_are_the_noise_token(tiny: Tiny) -> None:
 
 
 def test_router_ties_go_to_the_lower_expert(tiny: Tiny) -> None:
-    """Spec 3.6: equal scores and equal biases; then two equal ones behind a winner."""
+    """Spec 3.6: equal scores and equal biases; then two equal ones after a winner."""
     gate = tiny("v4.1").draft().mtp[0].ffn.gate
     gate.weight.zero_()
     gate.bias.zero_()

@@ -75,7 +75,7 @@ class Capture(FakeStreams):
         return self.error
 
     def reached(self) -> dict[int, set[int]]:
-        """All nodes that each node runs behind."""
+        """All nodes that each node runs after."""
         found: dict[int, set[int]] = {}
         for node, waited in self.edges.items():
             found[node] = waited.union(*(found[one] for one in waited))

@@ -39,7 +39,7 @@ def shards(released: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables in one line a row, whatever terminal runs the tests."""
+    """Tables with one line per row, whatever terminal runs the tests."""
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -233,9 +233,9 @@ def test_recorded_inputs_are_real(shards: Path, sessions: dict[str, TorchSession
                 assert own.tolist() == list(range(int(own[0]), int(own[0]) + len(own))), "consecutive"
                 if kind == "draft":
                     anchor = values["positions"][values["slots"] == slot]
-                    assert anchor.tolist() == [int(own[-1]) + 1], "the anchor is right behind its context"
+                    assert anchor.tolist() == [int(own[-1]) + 1], "the anchor is right after its context"
     sizes = [len(feed["positions"]) for feed in feeds["target"]]
-    assert sizes[0] > 2 * 6 and set(sizes[1:]) == {2 * 6}, "a prefill, then steps of six rows a request"
+    assert sizes[0] > 2 * 6 and set(sizes[1:]) == {2 * 6}, "a prefill, then steps of six rows per request"
     rings = [_runners.to_tensor(feed["kv_ring_0"]) for feed in feeds["draft"]]
     assert not rings[0].any() and rings[1].any(), "caches are as the call found them"
 

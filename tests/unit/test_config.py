@@ -344,7 +344,8 @@ def test_every_key_is_needed_and_of_one_type(variant: str) -> None:
     ],
 )
 def test_a_value_that_this_package_does_not_build_is_refused(key: str, value: Any) -> None:
-    named = {"num_experts_per_tok": "9 experts a token of 8", "dspark_num_experts_per_tok": "5 experts a token of 4"}
+    target, draft = "9 experts per token of 8", "5 experts per token of 4"
+    named = {"num_experts_per_tok": target, "dspark_num_experts_per_tok": draft}
     message = refusal(changed("v4.1", **{key: value}))
     assert named.get(key, key.removeprefix("dspark_")) in message
 

@@ -14,7 +14,7 @@ from tests.gpu.decode_runs import Memory, late_growth, memory_over_steps, waits_
 
 
 class SomeSteps:
-    """In place of a decoder: a token a step."""
+    """In place of a decoder: a token per step."""
 
     def __init__(self, lost: int = 0):
         self.ran, self.lost = 0, lost
@@ -25,7 +25,7 @@ class SomeSteps:
 
 
 def test_memory_is_sampled_at_a_stride_and_judged_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fills up at first is no leak, a hundred bytes a step are one."""
+    """What fills up at first is no leak, a hundred bytes per step are one."""
     monkeypatch.setattr(Memory, "now", lambda steps: Memory(steps, 7, 4096, min(steps, 900) * 10_000 + 100 * steps))
     samples = memory_over_steps(SomeSteps(), [], SamplingParams(max_tokens=300), steps=3000, every=500)
     assert [sample.steps for sample in samples] == [300, 600, 1200, 1500, 2100, 2700, 3000]

@@ -119,7 +119,7 @@ class ScriptedDraft:
         ):
             text = self.texts[slot]
             assert text[position] == anchor
-            # All context before the anchor, and nothing behind it; a full call may leave rows to the next.
+            # All context before the anchor, and nothing after it; a full call may leave rows to the next.
             full = len(inputs["feature_slots"]) == CONTEXT_ROWS
             assert self.inserted[slot] == position or (full and self.inserted[slot] < position)
             keep, width = self.keep(), outputs["draft_tokens"].shape[1]
@@ -147,7 +147,7 @@ def test_every_acceptance_length(model: Model, accepted: int | str) -> None:
     prompts = prompts_of(1, 32, 75)
     pick = random.Random(5)
     keep = (lambda: pick.randint(0, 5)) if accepted == "random" else (lambda: int(accepted))
-    # More tokens than are asked for: what stands behind the last one may still be proposed.
+    # More tokens than are asked for: what stands after the last one may still be proposed.
     outputs = target_only(model, prompts, 46)
     texts = [p + o for p, o in zip(prompts, outputs, strict=True)]
     draft = ScriptedDraft(model, texts, keep)

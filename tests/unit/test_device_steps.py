@@ -356,7 +356,7 @@ def on_a_stream(decoder: Decoder, log: list[str]) -> Interleaver:
 
 
 def test_steps_are_warmed_up_together_and_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GR-3, KV-6: the largest count first, target, verification and draft twice behind each other as they will be
+    """GR-3, KV-6: the largest count first, target, verification and draft twice after each other as they will be
     replayed, before anything is captured, and on padding alone, so that no request's rows are written."""
     log: list[str] = []
     for name in ("target", "verify", "draft"):
@@ -379,7 +379,7 @@ def test_steps_are_warmed_up_together_and_then_captured(monkeypatch: pytest.Monk
 
 
 def test_what_was_emitted_is_read_behind_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SMP-13: the copy to the host arrives when the host waits for an event that was recorded behind it, not before.
+    """SMP-13: the copy to the host arrives when the host waits for an event that was recorded after it, not before.
     Tokens of the step before, or an event too early, would change the text."""
     in_flight: list[Callable[[], object]] = []
 

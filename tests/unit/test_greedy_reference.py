@@ -56,7 +56,7 @@ def test_prompts_differ() -> None:
 
 @pytest.mark.parametrize("ranks", greedy_reference.RANKS)
 def test_a_view_has_the_logits_that_the_recorded_tokens_were_chosen_from(ranks: int, tmp_path: Path) -> None:
-    """Step by step, and behind a whole text: exact sums make both of them the bits that the decode had."""
+    """Step by step, and after a whole text: exact sums make both of them the bits that the decode had."""
     engines = make_engines(tmp_path, ranks, **greedy_reference.build_options("released"))
     tokens = [row[:9] for row in greedy_reference.recorded("released", ranks)[:2]]
     prompts = greedy_reference.prompts()[:2]
@@ -64,11 +64,11 @@ def test_a_view_has_the_logits_that_the_recorded_tokens_were_chosen_from(ranks: 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
         view = View(engines, "cpu", communicator=communicator)
         texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, tokens, strict=True)]
-        return view.forced(prompts, tokens), view.behind(texts)
+        return view.forced(prompts, tokens), view.after(texts)
 
-    for forced, behind in on_ranks(ranks, work):
+    for forced, after in on_ranks(ranks, work):
         assert forced.argmax(-1).tolist() == tokens
-        assert torch.equal(forced[:, -1], behind)
+        assert torch.equal(forced[:, -1], after)
 
 
 def test_texts_of_two_ranks_are_not_explained_by_the_logits_of_one(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ class Table:
     def __init__(self, *logits: float):
         self.row = torch.tensor(logits)
 
-    def behind(self, texts: Sequence[Sequence[int]]) -> Tensor:
+    def after(self, texts: Sequence[Sequence[int]]) -> Tensor:
         return self.row.expand(len(texts), -1)
 
 

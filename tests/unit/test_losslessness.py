@@ -1,4 +1,4 @@
-"""What a step emits has exactly the target's law, by enumeration (rows SMP-1, SMP-3, SMP-4, SMP-7, SMP-8)."""
+"""What a step emits has exactly the target's distribution, by enumeration (rows SMP-1, SMP-3, SMP-4, SMP-7, SMP-8)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.runtime_py.requests import SamplingParams
-from dspark_trt.runtime_py.verification import BlockVerification, Laws, Method, StandardRejection, recovery_law
+from dspark_trt.runtime_py.verification import (
+    BlockVerification,
+    Method,
+    StandardRejection,
+    StepDistributions,
+    recovery_distribution,
+)
 from torch import Tensor
 
 from tests.enumeration import Tables, bias, emitted_joint
@@ -42,7 +48,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 @temperatures
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(("vocab", "block"), SHAPES)
-def test_emitted_tokens_have_the_targets_law(
+def test_emitted_tokens_have_the_targets_distribution(
     vocab: int, block: int, draft: str, temperature: float, method: Method
 ) -> None:
     """SMP-3, SMP-7, SMP-8: every method with every kind of draft."""
@@ -71,7 +77,7 @@ def test_processors_of_the_target(processed: str, draft: str, method: Method) ->
 
 
 class WithoutResidual(StandardRejection):
-    """SMP-1's neighbour: behind a rejection the target's law is drawn from as it is."""
+    """SMP-1's neighbour: after a rejection the target's distribution is drawn from as it is."""
 
     def rates(self, ratio: Tensor, target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
         passes, weight = super().rates(ratio, target, draft)
@@ -95,11 +101,11 @@ def test_wrong_rules_are_biased(method: Method) -> None:
     assert bias(Tables.random(3, 3, seed=3), SamplingParams(temperature=1.0), method) > 1e-3
 
 
-def test_wrong_draft_laws_are_biased() -> None:
+def test_wrong_draft_distributions_are_biased() -> None:
     """SMP-3, SMP-4: a q without the temperature, and a q of bf16-rounded logits, both from outside the draft."""
     tables, params = Tables.random(3, 3, seed=3), SamplingParams(temperature=0.6)
 
-    class OtherLaw(StandardRejection):
+    class OtherDistribution(StandardRejection):
         def __init__(self, change: object):
             self.change = change
 
@@ -116,7 +122,7 @@ def test_wrong_draft_laws_are_biased() -> None:
         return torch.nn.functional.normalize(q.bfloat16().double(), p=1, dim=-1)
 
     for change in (untempered, rounded):
-        assert bias(tables, params, OtherLaw(change)) > 1e-6
+        assert bias(tables, params, OtherDistribution(change)) > 1e-6
 
 
 def test_block_verification_keeps_more() -> None:
@@ -129,15 +135,15 @@ def test_block_verification_keeps_more() -> None:
 
 
 @methods
-def test_equal_laws_keep_every_draft(method: Method) -> None:
+def test_equal_distributions_keep_every_draft(method: Method) -> None:
     """p = q leaves no residual: no division by zero, everything passes, and what rounding rejects yet is drawn of p."""
-    law = torch.tensor([[0.25, 0.75]], dtype=torch.float64).expand(2, 3, 2)
-    draft = law.clone()
+    probabilities = torch.tensor([[0.25, 0.75]], dtype=torch.float64).expand(2, 3, 2)
+    draft = probabilities.clone()
     draft[:, -1] = 0
     ones = torch.ones(2, 2, dtype=torch.float64)
-    passes, weight = method.rates(ones, law, draft)
+    passes, weight = method.rates(ones, probabilities, draft)
     assert torch.equal(passes, ones) and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
-    laws = Laws(ones.bool(), law, draft, passes, weight)
+    step = StepDistributions(ones.bool(), probabilities, draft, passes, weight)
     for kept in range(3):
-        assert torch.equal(recovery_law(laws, torch.tensor([kept, kept])), law[:, kept])
+        assert torch.equal(recovery_distribution(step, torch.tensor([kept, kept])), probabilities[:, kept])
     assert method.kept(torch.zeros(2, 0, dtype=torch.bool)).tolist() == [0, 0]

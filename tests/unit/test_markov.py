@@ -182,7 +182,7 @@ def test_transform_of_the_bias(scale: float, cap: float | None, through: bool) -
 
 
 def test_sampler_hook_of_drafting() -> None:
-    """It gets each slot's key and may write the law it draws from into the draft logits."""
+    """It gets each slot's key and may write the distribution it draws from into the draft logits."""
     head = head_of()
     base, hidden, anchors, keys = inputs()
     seen: list[Tensor] = []

@@ -22,7 +22,7 @@ Estimate = measure_acceptance.Estimate
 
 
 def test_shares_by_hand() -> None:
-    """Steps that kept 2, 0, 1, 3 and 1 of three drafts; nobody got behind a draft that none reached."""
+    """Steps that kept 2, 0, 1, 3 and 1 of three drafts; nobody got past a draft that none reached."""
     steps = [(0, 2), (1, 0), (0, 1), (1, 3), (3, 1)]
     found = measure_acceptance.estimates(steps, 4, 200)
     assert found["tokens_per_step"].mean == pytest.approx(1 + 7 / 5)
@@ -39,7 +39,7 @@ def test_intervals_are_of_prompts() -> None:
     for length in (1, 30):
         steps = [(prompt, prompt % 2) for prompt in range(100) for _ in range(length)]
         share = measure_acceptance.estimates(steps, 1, 4000)["kept"][0]
-        # Half of a thousandth of 4000 samples lie behind each end, so an end is off by 0.003.
+        # Half of a thousandth of 4000 samples lie after each end, so an end is off by 0.003.
         assert (share.mean, share.low, share.high) == pytest.approx((0.5, 0.402, 0.598), abs=0.011)
     alone = measure_acceptance.estimates([(7, 1), (7, 0)], 1, 100)["kept"][0]
     assert alone == Estimate(0.5, 0.5, 0.5)

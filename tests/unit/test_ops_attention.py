@@ -201,7 +201,7 @@ def test_target_ring_survives_rejected_rows(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_every_width_of_a_ring_gives_the_same_bits(dtype: torch.dtype) -> None:
-    """KV-10: a window of 128 in rings of 133 rows, its paddings and others, before, at and behind their wraps."""
+    """KV-10: a window of 128 in rings of 133 rows, its paddings and others, before, at and after their wraps."""
     generator = torch.Generator().manual_seed(22)
     kv = torch.randn(600, DIM, generator=generator).to(dtype)
     queries = torch.randn(600, HEADS, DIM, generator=generator).to(dtype)
@@ -219,7 +219,7 @@ def test_every_width_of_a_ring_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 def test_a_ring_that_is_too_narrow_is_refused() -> None:
     """KV-10: with the width found and what is wanted."""
-    with pytest.raises(OpError, match=r"ring has 127 rows a slot, expected 128 \(the window\) or more"):
+    with pytest.raises(OpError, match=r"ring has 127 rows per slot, expected 128 \(the window\) or more"):
         target(torch.zeros(1, HEADS, DIM).bfloat16(), 5, ring_of(24, rows=127))
 
 

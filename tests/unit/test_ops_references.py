@@ -118,7 +118,7 @@ def flips_allowed(found: Tensor, wanted: Array, activation: torch.dtype) -> None
 @activations
 @pytest.mark.parametrize("variant", CACHES)
 def test_insertion(variant: str, activation: torch.dtype) -> None:
-    """Rows in position order, each to position mod W of its slot; about 133 rows a slot, 128 stay."""
+    """Rows in position order, each to position mod W of its slot; about 133 rows per slot, 128 stay."""
     one = example(f"ContextKvInsert {variant}", activation, rows=400)
     kv, positions, slots, ring = arrays(one)
     entries = cache_entries(kv, positions, one.attributes, ROUNDINGS[activation])
@@ -147,7 +147,7 @@ def test_draft_attention(variant: str, activation: torch.dtype) -> None:
         own = cache_entries(kv[r], rows, cache, rounding)
         window, context = ring.shape[1], min(position, ring.shape[1])
         keys = np.concatenate((ring[slots[r]][:context], own))
-        # The block's rows lie behind the whole ring, however much of it has been written.
+        # The block's rows lie after the whole ring, however much of it has been written.
         places = np.concatenate((np.arange(context), window + np.arange(BLOCK)))
         turned = ops.rope(q[r], rows, *rope)
         out = np.stack([ops.sink_attention(turned[i], keys, sink, rounding, places) for i in range(BLOCK)])
@@ -194,7 +194,7 @@ def assert_attended(found: Tensor, wanted: Array, activation: torch.dtype) -> No
 @activations
 @pytest.mark.parametrize("block", [32, 128])
 def test_quantized_linear(block: int, activation: torch.dtype) -> None:
-    """CK-5: scales multiply, one a block; the last block of rows is partial for 128."""
+    """CK-5: scales multiply, one per block; the last block of rows is partial for 128."""
     one = example(f"QuantizedLinear {block}", activation, rows=50)
     x, weight, scale = arrays(one)
     values = ops.decode_e4m3(weight)

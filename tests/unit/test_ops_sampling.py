@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.configs import ids
 
 TRIALS = 131_072
-LAW = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
+THREE = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
 PLAIN = {"float64_noise": False, "write_logits": True}
 CHI_SQUARE = {1: 15.1, 2: 18.4, 4: 23.5, 8: 31.8}
 """Degrees of freedom -> value that chance exceeds once in ten thousand; the draws are fixed, not lucky."""
@@ -53,13 +53,13 @@ def draw(
     return tokens, corrected
 
 
-def chi_square(counts: Tensor, law: Tensor) -> float:
-    expected = law.flatten() * counts.sum()
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities.flatten() * counts.sum()
     return float(((counts.flatten() - expected) ** 2 / expected).sum())
 
 
-def law_logits(requests: int, block: int = 1) -> Tensor:
-    return LAW.log().float().expand(requests, block, 3).contiguous()
+def known_logits(requests: int, block: int = 1) -> Tensor:
+    return THREE.log().float().expand(requests, block, 3).contiguous()
 
 
 # Chain --------------------------------------------------------------------------------------------------
@@ -93,22 +93,22 @@ def test_each_slot_uses_its_own_base_logits() -> None:
     assert tokens.tolist() == [[4, 8, 0, 3, 3]]
 
 
-# Law ----------------------------------------------------------------------------------------------------
+# Distribution -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("float64", [False, True])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_tokens_follow_the_tempered_law(temperature: float, float64: bool) -> None:
+def test_tokens_follow_the_tempered_distribution(temperature: float, float64: bool) -> None:
     """SMP-1, SMP-3: 131,072 draws of three symbols with 10 / 60 / 30 %, by seed."""
-    tokens, corrected = draw(law_logits(TRIALS), temperature=temperature, float64=float64)
-    law = torch.softmax(LAW.log() / temperature, 0)
+    tokens, corrected = draw(known_logits(TRIALS), temperature=temperature, float64=float64)
+    probabilities = torch.softmax(THREE.log() / temperature, 0)
     counts = torch.bincount(tokens.flatten(), minlength=3)
-    assert chi_square(counts, law) < CHI_SQUARE[2]
+    assert chi_square(counts, probabilities) < CHI_SQUARE[2]
     assert chi_square(counts, torch.tensor([0.1016, 0.6304, 0.2680], dtype=torch.float64)) > CHI_SQUARE[2]
     # q comes from the numbers that were sampled, before the temperature.
-    assert torch.equal(corrected, law_logits(TRIALS))
+    assert torch.equal(corrected, known_logits(TRIALS))
     q = torch.softmax(corrected[0, 0].double() / temperature, -1)
-    assert abs(float(q.sum()) - 1) < 1e-6 and (q - law).abs().max() < 1e-6
+    assert abs(float(q.sum()) - 1) < 1e-6 and (q - probabilities).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("varied", ["position", "seed low", "seed high", "negative seeds"])
@@ -125,28 +125,28 @@ def test_every_part_of_the_key_gives_fresh_noise(varied: str) -> None:
         high = count
     else:
         low = -count
-    tokens, _ = draw(law_logits(TRIALS), seeds=torch.stack((low, high), 1), positions=positions)
-    assert chi_square(torch.bincount(tokens.flatten(), minlength=3), LAW) < CHI_SQUARE[2]
+    tokens, _ = draw(known_logits(TRIALS), seeds=torch.stack((low, high), 1), positions=positions)
+    assert chi_square(torch.bincount(tokens.flatten(), minlength=3), THREE) < CHI_SQUARE[2]
 
 
 @pytest.mark.parametrize("pair", ["slots", "requests of neighbouring seeds", "salts"])
 def test_neighbouring_draws_are_independent(pair: str) -> None:
-    """SMP-1: nine cells of two draws against the product of the law; shared noise fills the diagonal alone."""
+    """SMP-1: nine cells of two draws against the product of the distribution; shared noise fills the diagonal alone."""
     if pair == "slots":
-        tokens, _ = draw(law_logits(TRIALS, 2))
+        tokens, _ = draw(known_logits(TRIALS, 2))
         first, second = tokens.unbind(1)
     elif pair == "salts":
         seeds = torch.stack((torch.arange(TRIALS), torch.zeros(TRIALS)), 1).int()
         positions = torch.full((TRIALS,), 77, dtype=torch.int32)
-        noisy = [LAW.log().float() + gumbel_noise(seeds, positions, 3, salt=salt) for salt in (0, DRAFT_SALT)]
+        noisy = [THREE.log().float() + gumbel_noise(seeds, positions, 3, salt=salt) for salt in (0, DRAFT_SALT)]
         first, second = (scores.argmax(-1) for scores in noisy)
     else:
-        tokens, _ = draw(law_logits(TRIALS))
+        tokens, _ = draw(known_logits(TRIALS))
         first, second = tokens[0::2, 0], tokens[1::2, 0]
     counts = torch.bincount(3 * first.long() + second.long(), minlength=9)
-    assert chi_square(counts, LAW.unsqueeze(1) * LAW) < CHI_SQUARE[8]
+    assert chi_square(counts, THREE.unsqueeze(1) * THREE) < CHI_SQUARE[8]
     shared = torch.bincount(4 * first.long(), minlength=9)
-    assert chi_square(shared, LAW.unsqueeze(1) * LAW) > CHI_SQUARE[8]
+    assert chi_square(shared, THREE.unsqueeze(1) * THREE) > CHI_SQUARE[8]
 
 
 def test_noise_is_standard_gumbel() -> None:
@@ -224,13 +224,13 @@ def test_temperatures_of_one_batch_are_kept_apart() -> None:
     """SMP-3: 0 (greedy, one-hot), 0.7 and 1.3 side by side; a cold but positive temperature is nearly greedy."""
     count = 3 * 30_000
     temperature = torch.tensor([0.0, 0.7, 1.3]).repeat(count // 3)
-    tokens, corrected = draw(law_logits(count), temperature=temperature)
+    tokens, corrected = draw(known_logits(count), temperature=temperature)
     assert (tokens[temperature == 0] == 1).all()
     for value in (0.7, 1.3):
         counts = torch.bincount(tokens[temperature == torch.tensor(value)].flatten(), minlength=3)
-        assert chi_square(counts, torch.softmax(LAW.log() / value, 0)) < CHI_SQUARE[2]
-    assert torch.equal(corrected, law_logits(count))
-    cold, _ = draw(law_logits(1000), temperature=1e-6)
+        assert chi_square(counts, torch.softmax(THREE.log() / value, 0)) < CHI_SQUARE[2]
+    assert torch.equal(corrected, known_logits(count))
+    cold, _ = draw(known_logits(1000), temperature=1e-6)
     assert (cold == 1).all()
 
 

@@ -103,7 +103,7 @@ def test_one_function_serves_one_set_of_attributes(load: Load, tmp_path: Path) -
         ("draft", 2, PLUGIN),
         ("target", 1, PLUGIN),
         ("target", 2, PLUGIN),
-        # The native lowering takes half a minute a plan, so each network is built for one size.
+        # The native lowering takes half a minute per plan, so each network is built for one size.
         ("draft", 1, NATIVE),
         ("target", 2, NATIVE),
     ],

@@ -1,4 +1,4 @@
-"""Sampling parameters, the laws they give, and where a request stops (rows SMP-4, SMP-5, SMP-6)."""
+"""Sampling parameters, the distributions they give, and where a request stops (rows SMP-4, SMP-5, SMP-6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dspark_trt.runtime_py.laws import draft_law, target_law
+from dspark_trt.runtime_py.distributions import draft_probabilities, target_probabilities
 from dspark_trt.runtime_py.requests import FinishReason, RequestError, SamplingParams
 from dspark_trt.runtime_py.verification import (
     BlockVerification,
@@ -105,10 +105,12 @@ def test_parameters_that_switch_off() -> None:
     assert not SamplingParams(top_k=0, seed=3).penalizes
 
 
-def law_of(logits: Sequence[float], *, tokens: Sequence[int] = (0,), drafts: Sequence[int] = (), **values: Any) -> Any:
+def probabilities_of(
+    logits: Sequence[float], *, tokens: Sequence[int] = (0,), drafts: Sequence[int] = (), **values: Any
+) -> Any:
     params = SamplingParams(**{"temperature": 1.0, **values})
     rows = torch.tensor(logits).expand(1, len(drafts) + 1, -1)
-    return target_law([request(list(tokens), list(drafts), params)], rows)[0]
+    return target_probabilities([request(list(tokens), list(drafts), params)], rows)[0]
 
 
 def logs(*values: float) -> list[float]:
@@ -131,23 +133,23 @@ def logs(*values: float) -> list[float]:
         ({"temperature": 0.0}, [0, 1, 0, 0]),
     ],
 )
-def test_laws_by_hand(values: dict[str, Any], wanted: list[float]) -> None:
+def test_distributions_by_hand(values: dict[str, Any], wanted: list[float]) -> None:
     """The float32 logits carry the only error."""
-    law = law_of(logs(0.1, 0.4, 0.3, 0.2), **values)[0]
-    assert law.dtype == torch.float64
-    assert torch.allclose(law, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-7)
+    probabilities = probabilities_of(logs(0.1, 0.4, 0.3, 0.2), **values)[0]
+    assert probabilities.dtype == torch.float64
+    assert torch.allclose(probabilities, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-7)
 
 
 def test_penalties_by_hand() -> None:
     """Repetition sees prompt and output and acts on the sign; the others see the output, drafts in front included."""
     logits = [2.0, -1.0, 0.5, 1.0]
-    # Prompt [0], output [1, 1], drafts [2]: rows behind the anchor and behind the draft.
-    laws = law_of(logits, tokens=[0, 1, 1], drafts=[2], repetition_penalty=2.0)
-    for law, scores in zip(laws, ([1.0, -2.0, 0.5, 1.0], [1.0, -2.0, 0.25, 1.0]), strict=True):
-        assert torch.allclose(law, torch.tensor(scores, dtype=torch.float64).softmax(0))
-    laws = law_of(logits, tokens=[0, 1, 1], drafts=[2], presence_penalty=0.5, frequency_penalty=0.25)
-    for law, scores in zip(laws, ([2.0, -2.0, 0.5, 1.0], [2.0, -2.0, -0.25, 1.0]), strict=True):
-        assert torch.allclose(law, torch.tensor(scores, dtype=torch.float64).softmax(0))
+    # Prompt [0], output [1, 1], drafts [2]: rows after the anchor and after the draft.
+    distributions = probabilities_of(logits, tokens=[0, 1, 1], drafts=[2], repetition_penalty=2.0)
+    for probabilities, scores in zip(distributions, ([1.0, -2.0, 0.5, 1.0], [1.0, -2.0, 0.25, 1.0]), strict=True):
+        assert torch.allclose(probabilities, torch.tensor(scores, dtype=torch.float64).softmax(0))
+    distributions = probabilities_of(logits, tokens=[0, 1, 1], drafts=[2], presence_penalty=0.5, frequency_penalty=0.25)
+    for probabilities, scores in zip(distributions, ([2.0, -2.0, 0.5, 1.0], [2.0, -2.0, -0.25, 1.0]), strict=True):
+        assert torch.allclose(probabilities, torch.tensor(scores, dtype=torch.float64).softmax(0))
 
 
 ODD_ROWS = {
@@ -163,40 +165,40 @@ ODD_ROWS = {
 
 @pytest.mark.parametrize("values", [{}, {"top_k": 2, "top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}])
 @pytest.mark.parametrize("row", ODD_ROWS)
-def test_rows_without_a_law(row: str, values: dict[str, Any]) -> None:
-    """SMP-5: NaN counts as -inf; without a finite maximum the law is the argmax, an id inside the vocabulary."""
+def test_rows_without_a_distribution(row: str, values: dict[str, Any]) -> None:
+    """SMP-5: NaN counts as -inf; without a finite maximum the argmax has all mass, an id inside the vocabulary."""
     logits, winner = ODD_ROWS[row]
     wanted = torch.nn.functional.one_hot(torch.tensor(winner), 4).double()
-    assert torch.equal(law_of(logits, **values)[0], wanted)
+    assert torch.equal(probabilities_of(logits, **values)[0], wanted)
     cached, token = torch.tensor(logits).view(1, 1, 4), torch.tensor([[3]])
     one = torch.ones(1)
-    assert torch.equal(draft_law(cached, one, token, one.bool())[0, 0], wanted)
-    assert draft_law(cached, one, token, ~one.bool())[0, 0].tolist() == [0, 0, 0, 1]
+    assert torch.equal(draft_probabilities(cached, one, token, one.bool())[0, 0], wanted)
+    assert draft_probabilities(cached, one, token, ~one.bool())[0, 0].tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049])
 def test_ties_go_to_the_lowest_id(vocab: int) -> None:
-    """SMP-6: greedy, top-k's last place and top-p's, and the token behind the drafts."""
+    """SMP-6: greedy, top-k's last place and top-p's, and the token after the drafts."""
     constant = [1.0] * vocab
-    greedy = law_of(constant, temperature=0.0)[0]
+    greedy = probabilities_of(constant, temperature=0.0)[0]
     assert greedy[0] == 1 and greedy.sum() == 1
     for values in ({"top_k": 2}, {"top_p": min(1.0, 1.5 / vocab)}):
-        kept = law_of(constant, **values)[0].nonzero().flatten().tolist()
+        kept = probabilities_of(constant, **values)[0].nonzero().flatten().tolist()
         assert kept == list(range(min(2, vocab)))
-    behind = Verifier()([request([0], [], SamplingParams(frequency_penalty=0.1))], torch.ones(1, vocab), None)
-    assert behind.bonus == [0]
+    after = Verifier()([request([0], [], SamplingParams(frequency_penalty=0.1))], torch.ones(1, vocab), None)
+    assert after.bonus == [0]
 
 
-def test_draft_law_is_of_the_numbers_sampled() -> None:
+def test_draft_distribution_is_of_the_numbers_sampled() -> None:
     """SMP-4: float32 division as in the draft; sums to one; near ties below a bf16 step stay apart."""
     logits = torch.tensor([[[20.0, 20.05, -INF]]])
-    law = draft_law(logits, torch.tensor([0.7]), torch.tensor([[0]]), torch.tensor([True]))[0, 0]
+    q = draft_probabilities(logits, torch.tensor([0.7]), torch.tensor([[0]]), torch.tensor([True]))[0, 0]
     exact = (logits / torch.tensor(0.7)).double().softmax(-1)[0, 0]
-    assert torch.equal(law, exact) and abs(float(law.sum()) - 1) < 1e-12 and law[1] > 1.05 * law[0] and law[2] == 0
+    assert torch.equal(q, exact) and abs(float(q.sum()) - 1) < 1e-12 and q[1] > 1.05 * q[0] and q[2] == 0
 
 
 def test_uneven_numbers_of_drafts() -> None:
-    """A request with fewer drafts than its neighbour keeps no more than it has, greedy and by laws."""
+    """A request with fewer drafts than its neighbour keeps no more than it has, greedy and sampled."""
     logits = torch.zeros(6, 3)
     logits[torch.arange(6), torch.tensor([1, 2, 1, 2, 0, 1])] = 50.0
     for values in ({}, {"temperature": 1.0, "seed": 1}):
@@ -231,18 +233,18 @@ def test_stop_strings(cut: str) -> None:
 
 
 def foreseen(vocab: int, block: int, *, period: int) -> Tables:
-    """Laws that depend on the position alone, and a draft that knows them: all drafts are accepted."""
-    laws = 1.5 * torch.randn(period, vocab, generator=torch.Generator().manual_seed(3))
-    base = torch.stack([laws.roll(-i, 0) for i in range(block)], 1)
+    """Distributions that depend on the position alone, and a draft that knows them: all drafts are accepted."""
+    logits = 1.5 * torch.randn(period, vocab, generator=torch.Generator().manual_seed(3))
+    base = torch.stack([logits.roll(-i, 0) for i in range(block)], 1)
     nothing = torch.zeros(vocab, 1)
-    return Tables(laws.unsqueeze(1).expand(-1, vocab, -1), base, nothing, nothing, torch.zeros(block, vocab))
+    return Tables(logits.unsqueeze(1).expand(-1, vocab, -1), base, nothing, nothing, torch.zeros(block, vocab))
 
 
 @pytest.mark.parametrize("method", [StandardRejection(), BlockVerification()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("end", ["end token", "stop token", "stop string"])
 def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Method) -> None:
-    """The text without any end, cut at the first one; of drafts accepted behind it nothing comes out."""
+    """The text without any end, cut at the first one; of drafts accepted after it nothing comes out."""
     tables, prompts = foreseen(7, 4, period=9), [[i % 7] * (1 + i) for i in range(24)]
     params = [SamplingParams(max_tokens=48, temperature=temperature, seed=i) for i in range(24)]
     options: dict[str, Any] = {"slots": 6, "detokenize": letters, "verifier": Verifier(method)}
@@ -262,7 +264,7 @@ def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Metho
         assert one.text == before and one.finish_reason is FinishReason.STOP
         assert letters(one.token_ids) == before + (mark if end == "stop string" else "")
     assert stats.accepted_per_position == stats.proposed_per_position
-    # A stop token is dropped itself; whatever else is missing was accepted behind an end.
+    # A stop token is dropped itself; whatever else is missing was accepted after an end.
     dropped = sum(stats.accepted_per_position) + stats.steps - stats.tokens
     assert dropped > (0 if end == "stop string" else len(ending))
     if end == "end token":
@@ -271,7 +273,7 @@ def test_ends_inside_accepted_drafts(end: str, temperature: float, method: Metho
 
 
 def test_stop_strings_across_tokens() -> None:
-    """Tokens of several letters: the text ends inside a token, the ids behind it; across two steps; with bytes of
+    """Tokens of several letters: the text ends inside a token, the ids after it; across two steps; with bytes of
     which some are no text yet; of two strings that end together the earlier counts."""
     params = SamplingParams(max_tokens=9, stop=["bc", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
 
@@ -328,7 +330,7 @@ def test_stop_strings_are_found_where_the_whole_text_has_them(
 @pytest.mark.parametrize(
     ("detokenize", "outputs", "stop"),
     [
-        pytest.param(spell_words, [3] * 50 + [2] * 60 + [5], "bbb  ", id="behind tokens of no text"),
+        pytest.param(spell_words, [3] * 50 + [2] * 60 + [5], "bbb  ", id="after tokens of no text"),
         pytest.param(
             lambda ids: bytes(ids).decode(errors="replace"),
             list("abcdefghijklmnop\N{GRINNING FACE}x".encode()),

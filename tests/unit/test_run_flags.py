@@ -281,11 +281,11 @@ def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "latin1.txt").write_bytes("It was\nSie h\xe4tte".encode("latin-1"))
     with pytest.raises(RequestError) as refusal:
         common.read_prompts(tmp_path / "latin1.txt")
-    wanted = "byte 12 is 0xe4, which is not UTF-8; pass a file with one prompt a line, saved as UTF-8"
+    wanted = "byte 12 is 0xe4, which is not UTF-8; pass a file with one prompt per line, saved as UTF-8"
     assert str(refusal.value) == f"{tmp_path}/latin1.txt: {wanted}"
     (tmp_path / "good.txt").write_bytes("Sie h\xe4tte\n".encode())
     assert common.read_prompts(tmp_path / "good.txt") == ["Sie h\xe4tte"]
-    with pytest.raises(RequestError, match="Is a directory; pass a file with one prompt a line"):
+    with pytest.raises(RequestError, match="Is a directory; pass a file with one prompt per line"):
         common.read_prompts(tmp_path)
 
 

@@ -24,23 +24,23 @@ from torch import Tensor
 
 from tests.fakes import TableDraft, Tables, table_decoder
 
-LAW = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
+THREE = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
 CHI_SQUARE = {2: 27.63, 8: 42.70}
 """Degrees of freedom -> value that chance exceeds once in a million."""
 methods = pytest.mark.parametrize("method", [StandardRejection(), BlockVerification()], ids=lambda m: type(m).__name__)
 
 
-def chi_square(symbols: Tensor, law: Tensor) -> float:
-    counts = torch.bincount(symbols.flatten(), minlength=law.numel())
-    expected = law.flatten() * counts.sum()
+def chi_square(symbols: Tensor, probabilities: Tensor) -> float:
+    counts = torch.bincount(symbols.flatten(), minlength=probabilities.numel())
+    expected = probabilities.flatten() * counts.sum()
     return float(((counts - expected) ** 2 / expected).sum())
 
 
 def draw_three_symbols(method: Method, draft: Callable[[Tables], TableDraft] | None = None) -> Tensor:
-    """131,072 independent draws as [requests, tokens] at a temperature that makes the target's law LAW; the draft's
-    law is random and differs everywhere."""
+    """131,072 independent draws as [requests, tokens] at a temperature that makes the target's distribution THREE; the
+    draft's is random and differs everywhere."""
     tables, temperature = Tables.random(3, 4, seed=1), 0.6
-    tables = dataclasses.replace(tables, target=(temperature * LAW.log()).float().expand(5, 3, 3).contiguous())
+    tables = dataclasses.replace(tables, target=(temperature * THREE.log()).float().expand(5, 3, 3).contiguous())
     requests, tokens = 4096, 32
     params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(requests)]
     options = {"draft": draft(tables)} if draft else {}
@@ -52,16 +52,16 @@ def draw_three_symbols(method: Method, draft: Callable[[Tables], TableDraft] | N
 
 def statistics_of(drawn: Tensor) -> tuple[float, float]:
     pairs = 3 * drawn[:, 0::2] + drawn[:, 1::2]
-    return chi_square(drawn, LAW), chi_square(pairs, LAW.unsqueeze(1) * LAW)
+    return chi_square(drawn, THREE), chi_square(pairs, THREE.unsqueeze(1) * THREE)
 
 
 @methods
-def test_draws_through_the_loop_have_the_law(method: Method) -> None:
+def test_draws_through_the_loop_have_the_distribution(method: Method) -> None:
     """SMP-1: 131,072 draws of 10 / 60 / 30 %, and the pairs of successive ones."""
     single, pairs = statistics_of(draw_three_symbols(method))
     assert single < CHI_SQUARE[2] and pairs < CHI_SQUARE[8]
     shared = torch.tensor([0.1016, 0.6304, 0.2680], dtype=torch.float64)  # what SMP-1 had
-    assert chi_square(torch.multinomial(shared, 131_072, True, generator=torch.Generator().manual_seed(0)), LAW) > 100
+    assert chi_square(torch.multinomial(shared, 131_072, True, generator=torch.Generator().manual_seed(0)), THREE) > 100
 
 
 def test_keys_without_the_step_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_greedy_text_is_the_targets(method: Method, sampling: bool) -> None:
 
 
 def test_cold_sampling_tends_to_greedy() -> None:
-    """A temperature that leaves one token of each law gives greedy text, drafts and all."""
+    """A temperature that leaves one token of each distribution gives greedy text, drafts and all."""
     tables = Tables.random(11, 5, seed=8)
     greedy, _ = table_decoder(tables).generate([[3]], SamplingParams(max_tokens=100))
     for temperature in (1e-3, 1e-9, 1e-300):
@@ -258,7 +258,7 @@ def test_draft_logits_of_a_request_stay_with_it() -> None:
 
 class Watermarked(TableDraft):
     """A draft whose sampler favours, by the draw's key, one of two halves of the vocabulary; ``honest`` ones write
-    the law that they draw from into the draft logits."""
+    the distribution that they draw from into the draft logits."""
 
     def __init__(self, tables: Tables, *, honest: bool):
         super().__init__(tables, sampling=True)
@@ -285,13 +285,13 @@ class Watermarked(TableDraft):
 
 
 @methods
-def test_sampler_hook_of_drafting_keeps_the_law(method: Method) -> None:
-    """A draft with a law of its own, written into the cache, changes acceptance and nothing else."""
+def test_sampler_hook_of_drafting_keeps_the_distribution(method: Method) -> None:
+    """A draft with a distribution of its own, written into the cache, changes acceptance and nothing else."""
     single, pairs = statistics_of(draw_three_symbols(method, lambda tables: Watermarked(tables, honest=True)))
     assert single < CHI_SQUARE[2] and pairs < CHI_SQUARE[8]
 
 
-def test_sampler_hook_that_hides_its_law_is_biased() -> None:
+def test_sampler_hook_that_hides_its_distribution_is_biased() -> None:
     """The same draws find out a draft that does not write what it drew from."""
     drawn = draw_three_symbols(StandardRejection(), lambda tables: Watermarked(tables, honest=False))
     single, pairs = statistics_of(drawn)

@@ -62,13 +62,13 @@ def one_by_one(scheduler: Scheduler, block: int) -> Callable[[Tensor], list[int]
     return lambda confidence: [scheduler.lengths(row.unsqueeze(0), [block])[0] for row in confidence]
 
 
-# Law ----------------------------------------------------------------------------------------------------
+# Distribution -------------------------------------------------------------------------------------------
 
 
 def papers_example() -> tuple[Tables, CostTable]:
     """p = (0.7, 0.3), q = (0.5, 0.5). One draft is not worth its row, two are, if the first was token 0."""
     rows = torch.tensor([0.7, 0.3]).log().expand(1, 2, 2)
-    confidence = torch.tensor([[0.0, 0.0], [20.0, -20.0]])  # slot 0: a half; slot 1: sure behind 0, hopeless behind 1
+    confidence = torch.tensor([[0.0, 0.0], [20.0, -20.0]])  # slot 0: a half; slot 1: sure after 0, hopeless after 1
     tables = Tables(rows, torch.zeros(1, 2, 2), torch.zeros(2, 1), torch.zeros(2, 1), confidence)
     return tables, flat_costs(1.0, 1.6, 1.7)
 
@@ -89,7 +89,7 @@ def test_the_papers_example(method: Method) -> None:
 @methods
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("draft", ["sampled", "greedy"])
-def test_schedules_leave_the_law_alone(draft: str, temperature: float, method: Method) -> None:
+def test_schedules_leave_the_distribution_alone(draft: str, temperature: float, method: Method) -> None:
     """Every schedule, with costs that make it cut at different lengths for different drafts."""
     tables, params = Tables.random(3, 3, seed=4), SamplingParams(temperature=temperature)
     schedules: list[Scheduler] = [Threshold(HeadAcceptance(), m) for m in (0.2, 0.5, 0.8)]
@@ -117,7 +117,7 @@ def test_retrospective_choice_is_found_in_random_models(method: Method) -> None:
 @methods
 @pytest.mark.parametrize("schedule", ["early stop", *(f"{n} drafts" for n in range(7))])
 def test_two_requests_share_a_schedule(schedule: str, method: Method) -> None:
-    """The length of one depends on the other's drafts: its law, averaged over those, is still the target's.
+    """The length of one depends on the other's drafts: its distribution, averaged over those, is still the target's.
     A number of drafts from two steps before is a constant for the current ones."""
     first, second = (
         # Slot 0 is alike for all drafts; the later ones differ by the token before.
@@ -156,7 +156,7 @@ def logits(*rows: Sequence[float]) -> Tensor:
 
 
 def test_survival_is_the_running_product() -> None:
-    """SMP-11: 0.9, 0, 0.9 survives 0.9, 0, 0; behind a limit nothing does; logits of +-100 are certain."""
+    """SMP-11: 0.9, 0, 0.9 survives 0.9, 0, 0; after a limit nothing does; logits of +-100 are certain."""
     product = survivals(torch.tensor([[0.9, 0.0, 0.9], [0.5, 0.5, 0.5]]).double(), [3, 2])
     assert torch.allclose(product, torch.tensor([[0.9, 0, 0], [0.5, 0.25, 0]]).double())
     head = HeadAcceptance().probabilities(torch.tensor([[100.0, -100.0, math.nan, math.inf, -math.inf]]))[0]
@@ -274,12 +274,12 @@ def test_calibration_error_by_hand() -> None:
 
 
 def test_online_acceptance() -> None:
-    """By position, given that the one before was kept; what was not verified, or is behind a rejection, says
+    """By position, given that the one before was kept; what was not verified, or is after a rejection, says
     nothing; old steps count less, and a position that is left alone becomes worth a trial again."""
     assert OnlineAcceptance(3).probabilities(torch.zeros(2, 3)).tolist() == [[1.0] * 3] * 2
     online = OnlineAcceptance(3, prior=2.0, prior_rate=0.5, decay=1.0)
     online.record([3, 2, 0], [1, 2, 0])
-    # Position 0: tried twice, kept twice; 1: twice, once; 2: never (not verified, or behind a rejection).
+    # Position 0: tried twice, kept twice; 1: twice, once; 2: never (not verified, or after a rejection).
     assert online.probabilities(torch.zeros(1, 3))[0].tolist() == pytest.approx([3 / 4, 2 / 4, 1 / 2])
     confidence, lengths, accepted = simulated_steps([1.0, 1.0], 2000)
     online, wanted = OnlineAcceptance(2, prior=4.0), float(confidence.sigmoid().mean())
@@ -381,12 +381,16 @@ def test_scheduled_loop_keeps_greedy_text(schedule: str, acceptance: Callable[[]
     [("early stop", HeadAcceptance()), ("lookahead", HeadAcceptance()), ("early stop", OnlineAcceptance(4, prior=8))],
     ids=["early stop", "lookahead", "early stop, online"],
 )
-def test_scheduled_draws_have_the_law(schedule: str, acceptance: Acceptance, method: Method) -> None:
+def test_scheduled_draws_have_the_distribution(schedule: str, acceptance: Acceptance, method: Method) -> None:
     """SMP-1: 32,768 draws, 512 requests that compete for rows, chi-square below its 1e-6 quantile."""
-    law = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
+    probabilities = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
     tables = Tables.random(3, 4, seed=1)
     tables = Tables(
-        law.log().float().expand(5, 3, 3).contiguous(), tables.base, tables.embed, tables.head, tables.confidence
+        probabilities.log().float().expand(5, 3, 3).contiguous(),
+        tables.base,
+        tables.embed,
+        tables.head,
+        tables.confidence,
     )
     scheduler = SCHEDULES[schedule](acceptance, CostTable({512: 0.0}, {n: 1000.0 + n for n in range(1, 2561)}))
     loop = table_decoder(tables, slots=512, scheduler=scheduler, verifier=Verifier(method))
@@ -394,6 +398,6 @@ def test_scheduled_draws_have_the_law(schedule: str, acceptance: Acceptance, met
     done, stats = loop.generate([[i % 3] for i in range(512)], params)
     drawn = torch.tensor([c.token_ids for c in done])
     pairs = torch.bincount((3 * drawn[:, 0::2] + drawn[:, 1::2]).flatten(), minlength=9)
-    expected = (law.unsqueeze(1) * law).flatten() * pairs.sum()
+    expected = (probabilities.unsqueeze(1) * probabilities).flatten() * pairs.sum()
     assert float(((pairs - expected) ** 2 / expected).sum()) < 42.7
     assert 0 < stats.proposed_per_position[3] < stats.proposed_per_position[0]

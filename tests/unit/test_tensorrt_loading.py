@@ -83,7 +83,7 @@ def test_an_engine_is_opened_with_its_plugins(
     session = open_session(directory, "draft", 0, fake_api(engine=draft_engine(directory)), world_size=1)
     assert loaded_plugins == [8]
     assert session.io == network_io("draft", directory, directory.build)
-    assert "draft engine of rank 0: tensorrt 8.6.0, 2 profiles, 123.0 MB of memory a context" in caplog.text
+    assert "draft engine of rank 0: tensorrt 8.6.0, 2 profiles, 123.0 MB of memory per context" in caplog.text
 
 
 def test_the_mailbox_is_the_session_s_own(engine_dirs: Callable[[int], EngineDir], loaded_plugins: list[int]) -> None:

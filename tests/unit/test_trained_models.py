@@ -94,7 +94,7 @@ def test_greedy_text_is_the_targets(decode: Callable[..., Any]) -> None:
         kept, verified = sum(stats.accepted_per_position), sum(stats.proposed_per_position)
         if stats is not full:
             assert kept / verified > sum(full.accepted_per_position) / sum(full.proposed_per_position)
-    # Through the laws instead of the argmax; a penalty this small changes no choice.
+    # Through probabilities instead of the argmax; a penalty this small changes no choice.
     done, stats = decode(penalized, verifier=Verifier(BlockVerification()))
     assert done == plain and stats.tokens_per_step > 1.5
 

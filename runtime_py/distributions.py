@@ -1,12 +1,12 @@
-"""The laws that tokens are drawn from, as float64 probabilities.
+"""The distributions that tokens are drawn from, as float64 probabilities.
 
-The target's law p is what a request asked for: its logits after penalties, temperature, min-p, top-k and
-top-p, in that order. The draft's law q is only ever the law that the draft really sampled from. The two
-share the temperature, because drafts are then accepted more often; the draft knows nothing of the others.
+The target's distribution p is what a request asked for: its logits after penalties, temperature, min-p, top-k and
+top-p, in that order. The draft's distribution q is the one that the draft really sampled from, and no other. Both use
+the request's temperature, because more drafts are accepted then; the draft applies none of the other parameters.
 That costs acceptance, never correctness: verification emits p for any q, provided that q is exact.
 
-A row without a finite maximum has the law that the argmax has: all mass on the lowest id of the largest
-value, NaN counting as -inf, or on id 0 if there is no number.
+A row without a finite maximum has the argmax's distribution: all mass on the lowest id of the largest value, where
+NaN counts as -inf, or on id 0 if there is no number.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from ..plugins.numerics import first_argmax
 from .requests import Request, SamplingParams
 
 
-def law(scores: Tensor, greedy: Tensor) -> Tensor:
+def probabilities(scores: Tensor, greedy: Tensor) -> Tensor:
     """Softmax of ``scores`` [..., V], one-hot at the argmax where ``greedy`` [...] is set."""
     scores = torch.where(scores.isnan(), -torch.inf, scores)
     certain = greedy | ~scores.amax(-1).isfinite()
     return torch.where(certain.unsqueeze(-1), _one_hot(first_argmax(scores), scores), scores.double().softmax(-1))
 
 
-def draft_law(logits: Tensor, temperature: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:
-    """The law q of drafted ``tokens`` [R, N]: of a ``sampled`` [R] request the tempered softmax, otherwise one-hot.
+def draft_probabilities(logits: Tensor, temperature: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:
+    """The distribution q [R, N, V] of drafted ``tokens`` [R, N]: the softmax at the request's temperature where
+    ``sampled`` [R] is set, one-hot elsewhere.
 
     Args:
         logits: [R, N, V] float32, Markov bias included, before the temperature; rows of requests that were
@@ -39,14 +40,15 @@ def draft_law(logits: Tensor, temperature: Tensor, tokens: Tensor, sampled: Tens
     # In float32 like the draft's own division: q belongs to exactly the numbers that were sampled.
     scores = logits / temperature.clamp_min(TEMPERATURE_FLOOR).view(-1, 1, 1)
     chosen = _one_hot(tokens, scores)
-    return torch.where(sampled.view(-1, 1, 1), law(scores, torch.zeros_like(tokens, dtype=torch.bool)), chosen)
+    tempered = probabilities(scores, torch.zeros_like(tokens, dtype=torch.bool))
+    return torch.where(sampled.view(-1, 1, 1), tempered, chosen)
 
 
-def target_law(requests: Sequence[Request], logits: Tensor) -> Tensor:
-    """The law p [R, N + 1, V] of the token behind each row of the requests' anchors and drafts.
+def target_probabilities(requests: Sequence[Request], logits: Tensor) -> Tensor:
+    """The distribution p [R, N + 1, V] of the token after each row of the requests' anchors and drafts.
 
     Args:
-        logits: [R, N + 1, V] float32; rows behind a request's last draft are ignored.
+        logits: [R, N + 1, V] float32; rows after a request's last draft are ignored.
     """
     temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float64, device=logits.device)
     scores = torch.where(logits.isnan(), -torch.inf, logits).double()
@@ -57,13 +59,14 @@ def target_law(requests: Sequence[Request], logits: Tensor) -> Tensor:
     for i, request in enumerate(requests):
         if request.params.restricts:
             scores[i] = _restrict(scores[i], request.params)
-    return law(scores, greedy_rows(temperature, scores))
+    return probabilities(scores, greedy_rows(temperature, scores))
 
 
-def plain_target_law(logits: Tensor, temperature: Tensor) -> Tensor:
-    """As :func:`target_law`, of requests that have nothing but a ``temperature`` [R] float64; no host data is read."""
+def plain_target_probabilities(logits: Tensor, temperature: Tensor) -> Tensor:
+    """:func:`target_probabilities` of requests whose only parameter is a ``temperature`` [R] float64; reads no host
+    data."""
     scores = torch.where(logits.isnan(), -torch.inf, logits).double() / divisor(temperature)
-    return law(scores, greedy_rows(temperature, scores))
+    return probabilities(scores, greedy_rows(temperature, scores))
 
 
 def divisor(temperature: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ def _restrict(scores: Tensor, params: SamplingParams) -> Tensor:
     rank = torch.arange(scores.shape[-1], device=scores.device)
     keep = rank < (params.top_k if params.top_k > 0 else scores.shape[-1])
     mass = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
-    # The smallest set that reaches top_p: whatever starts below it. The first stays, also in rows without a law.
+    # The smallest set that reaches top_p: whatever starts below it. The first stays, also in rows without a number.
     keep = keep & ((mass.cumsum(-1) - mass < params.top_p) | (rank == 0))
     return scores.masked_fill(
         ~torch.zeros_like(keep.expand_as(scores)).scatter(-1, ids, keep.expand_as(ids)), -torch.inf
