@@ -52,7 +52,7 @@ def acceptance() -> str:
     run = json.loads(max(RESULTS.glob("*-acceptance.json")).read_text())
     rows, positions = run["acceptance"], range(1, 1 + len(run["acceptance"][0]["kept"]))
     lines = [
-        f"| temperature | method | tokens a step | {' | '.join(f'{i}' for i in positions)} |",
+        f"| temperature | method | tokens per step | {' | '.join(f'{i}' for i in positions)} |",
         "|---" * (3 + len(positions)) + "|",
     ]
     for row in rows:

@@ -146,7 +146,7 @@ def test_the_readmes_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "behind",
     ]
     assert lines[2:5] == [
-        "| temperature | method | tokens a step | 1 | 2 |",
+        "| temperature | method | tokens per step | 1 | 2 |",
         "|---|---|---|---|---|",
         "| 0 | greedy | 2.00 (1.50 to 2.25) | 50 (50) | 0 |",
     ]
