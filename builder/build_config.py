@@ -23,6 +23,9 @@ REQUEST_SPLIT_FROM = 0
 """Requests from which sharing it by requests is faster still; 0 is never, as measured up to 64 requests."""
 
 
+DEFAULT_INPUT_LEN = 1024
+
+
 class Lowering(str, enum.Enum):
     """``plugin``: operations are plugin layers; ``native``: they are spelled in TensorRT's own layers."""
 
@@ -42,7 +45,7 @@ class BuildConfig:
     """Activation type; released numerics are defined in bfloat16 only."""
     max_batch_size: int = 8
     """Requests in flight = cache slots."""
-    max_input_len: int = 1024
+    max_input_len: int = DEFAULT_INPUT_LEN
     """Rows of one context call, all requests together."""
     max_seq_len: int = 4096
     """Positions a request may reach."""
@@ -87,9 +90,11 @@ class BuildConfig:
             problems.append(
                 f"the draft's block has {block} tokens, sampling takes {MAX_STEPS}; there is no engine for it"
             )
-        if self.max_input_len < block + 1:
+        most = max(self.max_batch_size * self.max_seq_len, DEFAULT_INPUT_LEN)
+        if not block + 1 <= self.max_input_len <= most:
             problems.append(
-                f"max_input_len is {self.max_input_len}, expected at least a step of one request, {block + 1}"
+                f"max_input_len is {self.max_input_len}, expected {block + 1}, a step of one request, to {most}, more "
+                "than which no call can have"
             )
         if not block + 1 < self.max_seq_len <= draft.max_position_embeddings:
             problems.append(

@@ -7,10 +7,14 @@ leaves nothing behind.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import logging
+import os
 import platform
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +54,9 @@ USER_ERRORS = (
     tensorrt_api.EngineLoadError,
     tensorrt_api.TensorRTUnavailableError,
 )
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of a file that can't be written to its end: no refusal, but a failure while the command ran."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -136,14 +143,25 @@ def _run(
     logging.getLogger("dspark_trt").setLevel(options.log_level.upper())
     try:
         with raised_interrupts():
-            work(options, Console())
+            work(options, _Output())
     except USER_ERRORS as error:
         if options.log_level == "debug":
             raise
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            where = error.filename or getattr(options, "output", None) or "the output"
+            return _fail(errors, f"{where}: {error.strerror}; nothing was kept, free space or pass another --output", 1)
         return _fail(errors, str(error), 2)
     except KeyboardInterrupt as interrupt:
         return _fail(errors, f"interrupted ({str(interrupt) or 'Ctrl-C'}); nothing was written", exit_status(interrupt))
     return 0
+
+
+class _Output(Console):
+    """Where a command prints. If the reader goes, as ``head`` does, the work goes on without."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(errors: Console, message: str, status: int) -> int:
@@ -176,7 +194,7 @@ def _convert(options: Convert, console: Console) -> None:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=plan.source_bytes)
         write_shards(plan, options.output, lambda n: progress.advance(task, n))
-    _next(console, started, f"dspark-build --checkpoint {options.output} --output ENGINES")
+    _next(console, started, f"dspark-build --checkpoint {shlex.quote(str(options.output))} --output ENGINES")
 
 
 def _build(options: Build, console: Console) -> None:
@@ -213,7 +231,11 @@ def _build(options: Build, console: Console) -> None:
 
         write_engines(checked, on_phase)
         on_phase("engines")
-    _next(console, started, f"mpirun -n {source.tp_size} python examples/run.py --engine-dir {options.output}")
+    _next(
+        console,
+        started,
+        f"mpirun -n {source.tp_size} python examples/run.py --engine-dir {shlex.quote(str(options.output))}",
+    )
 
 
 def _inspect(options: Inspect, console: Console) -> None:
@@ -297,5 +319,8 @@ def _version(package: str) -> str:
 
 def _next(console: Console, started: float, command: str) -> None:
     console.print(
-        f"done in {readable_duration(time.perf_counter() - started)}; next: {command}", soft_wrap=True, highlight=False
+        f"done in {readable_duration(time.perf_counter() - started)}; next: {command}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
     )

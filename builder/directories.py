@@ -11,7 +11,9 @@ any work.
 
 from __future__ import annotations
 
+import glob
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .json_values import read_object
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -137,10 +141,12 @@ def new_directory(output: Path, error: type[Exception]) -> Iterator[Path]:
     """A directory that is renamed to ``output`` if the block succeeds, and removed if it fails.
 
     Raises:
-        error: ``output`` is in use or can't be made, before the block starts.
+        error: ``output`` is in use, being made by another process, or can't be made, before the block starts; or
+            somebody else took the name meanwhile.
     """
     check_new(output, error)
-    partial = output.parent / f".{output.name}.partial-{os.getpid()}"
+    _check_other_runs(output, error)
+    partial = output.parent / f"{_partial_prefix(output)}{os.getpid()}"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
@@ -148,7 +154,7 @@ def new_directory(output: Path, error: type[Exception]) -> Iterator[Path]:
         raise error(f"{partial}: exists already, left by a run that was killed; remove it") from None
     except OSError as problem:
         raise error(f"{output}: can't be made ({problem.strerror}); pass an --output where you may write") from None
-    replaced = output.exists()
+    replaced, complete = output.exists(), False
     try:
         if replaced:
             try:
@@ -157,13 +163,47 @@ def new_directory(output: Path, error: type[Exception]) -> Iterator[Path]:
                 replaced = False
                 raise _not_replaced(output, f"busy ({problem.strerror})", error) from None
         yield partial
-        partial.rename(output)
+        complete = True
+        try:
+            partial.rename(output)
+        except OSError as problem:
+            raise error(
+                f"{output}: another directory took its place meanwhile ({problem.strerror}); what was made is complete "
+                f"in {partial}, rename it"
+            ) from None
     except BaseException:
         if replaced:
             output.mkdir(exist_ok=True)
+        if not complete:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial_prefix(output: Path) -> str:
+    return f".{output.name}.partial-"
+
+
+def _check_other_runs(output: Path, error: type[Exception]) -> None:
+    """Raise ``error`` if a process is making ``output``; say what one that was killed has left."""
+    prefix = _partial_prefix(output)
+    for found in output.parent.glob(f"{glob.escape(prefix)}*"):
+        process = found.name.removeprefix(prefix)
+        if process.isdigit() and int(process) != os.getpid():
+            if _runs(int(process)):
+                raise error(
+                    f"{output}: process {process} is making it, in {found}; wait for it, or pass another --output"
+                )
+            logger.warning("%s was left by a process that does not run any more; remove it", found)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _not_replaced(output: Path, why: str, error: type[Exception]) -> Exception:

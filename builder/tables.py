@@ -1,4 +1,7 @@
-"""What the commands print: tables of facts, configurations, tensors and shapes; sizes and times to read."""
+"""What the commands print: tables of facts, configurations, tensors and shapes; sizes and times to read.
+
+Names and values are printed as they are: in a path, brackets are no markup.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from .build_config import BuildConfig, Kind
 from .checkpoint import ShardConfig
@@ -17,7 +21,11 @@ from .engine_dir import EngineDir, network_io
 
 
 def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", show_header=bool(columns))
+    return Table(*columns, title=Text(title), title_justify="left", show_header=bool(columns))
+
+
+def _add_row(table: Table, *values: object) -> None:
+    table.add_row(*(Text(str(value)) for value in values))
 
 
 def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
@@ -26,7 +34,7 @@ def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, str(value))
+        _add_row(table, name, value)
     return table
 
 
@@ -35,7 +43,7 @@ def config_table(target: ModelConfig | None, draft: ModelConfig) -> Table:
     columns = {"draft": to_dict(draft)} | ({"target": to_dict(target)} if target else {})
     table = _table("configuration", "", *columns)
     for name in dict.fromkeys(key for values in columns.values() for key in values):
-        table.add_row(name, *(str(values.get(name, "-")) for values in columns.values()))
+        _add_row(table, name, *(values.get(name, "-") for values in columns.values()))
     return table
 
 
@@ -50,7 +58,7 @@ def tensor_table(tensors: Iterable[StoredTensor]) -> Table:
         sizes[key] += tensor.nbytes
     table = _table("tensors", "part", "dtype", "number", "size")
     for key, count in counts.items():
-        table.add_row(*key, str(count), readable_size(sizes[key]))
+        _add_row(table, *key, count, readable_size(sizes[key]))
     return table
 
 
@@ -64,7 +72,7 @@ def shape_table(kind: Kind, source: ShardConfig | EngineDir, build: BuildConfig)
             ", ".join(str(d) if isinstance(d, int) else f"{sizes[d][0]} to {sizes[d][2]}" for d in info.shape)
             for sizes in ranges.values()
         ]
-        table.add_row(info.name, str(info.dtype).removeprefix("torch."), *shapes)
+        _add_row(table, info.name, str(info.dtype).removeprefix("torch."), *shapes)
     return table
 
 

@@ -302,7 +302,13 @@ class ParsedNetwork:
                     )
                 entry = self.builder.create_optimization_profile()
                 for name, shapes in profile.items():
-                    entry.set_shape(name, *shapes)
+                    try:
+                        entry.set_shape(name, *shapes)
+                    except (RuntimeError, TypeError, ValueError) as error:
+                        raise EngineBuildError(
+                            f"{api} does not take {name} from {shapes[0]} over {shapes[1]} to {shapes[2]} ({error}); "
+                            "build for fewer rows or requests"
+                        ) from None
                 config.add_optimization_profile(entry)
             plan = self.builder.build_serialized_network(self.network, config)
             if plan is None:

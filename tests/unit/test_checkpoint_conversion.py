@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -333,6 +334,40 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(CheckpointError, match=rf"x: {tmp_path} is not writable for this user; pass an --output where"):
         convert_checkpoint(tmp_path / "released", tmp_path / "deep" / "x", tp_size=1)
+
+
+def test_a_directory_that_another_process_is_making_is_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both would do all the work, and one would lose it. What a killed process left is named, and nothing more."""
+    write_checkpoint(tmp_path / "released", tiny_config("v4.1"))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        partial = tmp_path / f".x.partial-{other.pid}"
+        partial.mkdir()
+        with pytest.raises(CheckpointError, match=rf"x: process {other.pid} is making it, in .*; wait for it, or pass"):
+            convert_checkpoint(tmp_path / "released", tmp_path / "x", tp_size=1)
+    with caplog.at_level(logging.WARNING, logger="dspark_trt"):
+        convert_checkpoint(tmp_path / "released", tmp_path / "x", tp_size=1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{partial} was left by a process that does not run any more; remove it"
+    ]
+    assert partial.is_dir() and (tmp_path / "x").is_dir()
+
+
+def test_what_is_complete_is_kept_where_its_name_was_taken(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "released", tiny_config("v4.1"))
+
+    def take(_: int) -> None:
+        (tmp_path / "x" / "of somebody else").mkdir(parents=True, exist_ok=True)
+
+    with pytest.raises(
+        CheckpointError, match=r"x: another directory took its place meanwhile .* is complete in .*, re"
+    ):
+        convert_checkpoint(tmp_path / "released", tmp_path / "x", tp_size=1, on_progress=take)
+    kept = tmp_path / f".x.partial-{os.getpid()}"
+    kept.rename(tmp_path / "y")
+    assert read_shard_config(tmp_path / "y").tp_size == 1
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["of somebody else"]
 
 
 def test_rank_files_are_recorded_with_their_hashes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -341,3 +342,49 @@ def test_the_installed_command_returns_the_status() -> None:
         check=False,
     )
     assert done.returncode == 2 and done.stderr.startswith("error: /nowhere: not found; expected a released")
+
+
+def test_brackets_in_names_are_no_markup(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that comes next can be pasted."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run[/1]", "run [v2]"):
+        assert cli.convert(["--checkpoint", str(released), "--output", name]) == 0
+        assert f"next: dspark-build --checkpoint '{name}' --output ENGINES" in capsys.readouterr().out
+        assert cli.inspect([name]) == 0
+        assert capsys.readouterr().out.startswith(name)
+
+
+def test_a_reader_that_goes_does_not_end_the_work(released: Path, tmp_path: Path) -> None:
+    """As in dspark-convert ... | head -1."""
+    code = "from dspark_trt.builder import cli; import sys; sys.exit(cli.convert())"
+    command = [sys.executable, "-c", code, "--checkpoint", str(released), "--output", str(tmp_path / "shards")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert cli.inspect([str(tmp_path / "shards")]) == 0
+
+
+def test_a_disk_that_fills_is_a_failure_and_no_refusal(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "write_shards", full)
+    assert cli.convert(["--checkpoint", str(released), "--output", str(tmp_path / "shards")]) == 1
+    said = (
+        f"error: {tmp_path / 'shards'}: No space left on device; nothing was kept, free space or pass another --output"
+    )
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_calls_longer_than_all_positions_are_refused(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--checkpoint", str(shards), "--output", str(tmp_path / "engines"), "--dry-run"]
+    assert cli.build([*options, "--max-input-len", "99999999999"]) == 2
+    assert "max_input_len is 99999999999, expected 6, a step of one request, to " in capsys.readouterr().err

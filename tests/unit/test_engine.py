@@ -252,7 +252,7 @@ def test_ranges_cover_prefill_and_captured_steps(draft: DraftConfig) -> None:
         ({"dtype": "float16"}, "dtype is float16"),
         ({"max_batch_size": 0}, "max_batch_size is 0, expected 1..64"),
         ({"max_batch_size": 65}, "max_batch_size is 65, expected 1..64: sampling takes so many"),
-        ({"max_input_len": 5}, "max_input_len is 5, expected at least a step of one request, 6"),
+        ({"max_input_len": 5}, "max_input_len is 5, expected 6, a step of one request, to 32768"),
         ({"max_seq_len": 6}, "max_seq_len is 6, expected 7..4096"),
         ({"max_seq_len": 4097}, "max_seq_len is 4097, expected 7..4096"),
         ({"num_draft_tokens": 7}, "7 draft tokens requested, but this draft was trained with blocks of 5"),
