@@ -54,7 +54,7 @@ class BuildConfig:
     sampling: bool = False
     """Draft with temperature and seeds, and with draft_logits as output; without, greedy drafts."""
     float64_noise: bool = False
-    """Draw a sampling draft's noise in float64, from 32 bits a token instead of 23; slower."""
+    """Draw a sampling draft's noise in float64, from 32 bits per token instead of 23; slower."""
     vocabulary_split_from: int = VOCABULARY_SPLIT_FROM
     """Requests from which ranks in torch share the sampling of greedy drafts by vocabulary; 0 is never."""
     request_split_from: int = REQUEST_SPLIT_FROM

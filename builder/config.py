@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .json_values import read_object, read_value
-from .released_keys import SUPPORTED_QUANTIZATION, SUPPORTED_VALUES, KeyReader
+from .released_keys import SUPPORTED_QUANTIZATION, SUPPORTED_VALUES, ReleasedKeys
 
 HC_MULT = 4
 """Number of residual streams; the kernels and the released models know no other."""
@@ -163,7 +163,7 @@ class DraftConfig(ModelConfig):
 
 
 _KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool}
-# Fields that are a key of the same name; the others are worked out in parse_configs.
+# Fields that are a key of the same name; the functions below work the others out.
 _PLAIN_FIELDS = {
     field.name: _KINDS[str(field.type)]
     for field in dataclasses.fields(ModelConfig)
@@ -201,99 +201,18 @@ def parse_configs(
     allow_keys: Iterable[str] = (),
 ) -> tuple[TargetConfig, DraftConfig]:
     """As :func:`read_configs`, from the parsed JSON object."""
-    nested, allow_keys = "text_config" in root, set(allow_keys)
-    variant = Variant.V4_1 if nested else Variant.V4
-    outer = KeyReader(root, where)
-    text = KeyReader(outer.get("text_config", dict), f"{where}: text_config") if nested else outer
-    quantization = KeyReader(outer.get("quantization_config", dict), f"{where}: quantization_config")
-
-    block = quantization.get("weight_block_size", list)
-    if len(block) != 2 or block[0] != block[1] or block[0] not in (32, 128):
-        quantization.problems.append(f"weight_block_size is {block}, supported: [32, 32] and [128, 128]")
-        block = [32, 32]
-    for key, allowed in SUPPORTED_QUANTIZATION.items():
-        quantization.expect(key, allowed, None)
-    (quantization if nested else text).expect("expert_dtype", ("fp4",))
-
-    text.expect("hc_mult", (HC_MULT,))
-    text.expect("scoring_func", ("sqrtsoftplus",))
-    text.expect("n_shared_experts", (1,))
-    text.expect("dspark_markov_head_type", get_args(HeadKind), "vanilla")
-    for key, allowed in SUPPORTED_VALUES.items():
-        text.expect(key, allowed, None)
-    outer.expect("tie_word_embeddings", (False,), None)
-    common: dict[str, Any] = {name: text.get(name, kind) for name, kind in _PLAIN_FIELDS.items()}
-    common.update(variant=variant, weight_block_size=block[0])
-
-    layers = text.get("num_hidden_layers", int)
-    backbone_experts = text.get("n_routed_experts", int)
-    backbone_top_k = text.get("num_experts_per_tok", int)
-    feature_ids = text.int_list("dspark_target_layer_ids")
-    declared_stages = text.get("num_nextn_predict_layers", int)
-    stages = _resolve_stages(text, variant, declared_stages, num_stages)
-    ratios = text.int_list("compress_ratios")
-    if len(ratios) not in (layers, layers + stages):
-        text.problems.append(
-            f"compress_ratios has {len(ratios)} entries, expected {layers} (layers) or "
-            f"{layers + stages} (layers and draft stages)"
-        )
-    if any(ratios[layers:]):
-        text.problems.append(f"compress_ratios of the draft stages are {ratios[layers:]}, supported: 0")
-
-    draft_experts, draft_top_k = backbone_experts, backbone_top_k
-    if variant is Variant.V4_1:
-        draft_experts = text.get("dspark_n_routed_experts", int)
-        other = text.get("dspark_n_activated_experts", int, None)  # the inference configuration's name
-        draft_top_k = text.get("dspark_num_experts_per_tok", int, dataclasses.MISSING if other is None else other)
-        if other not in (None, draft_top_k):
-            both = f"dspark_n_activated_experts is {other}, dspark_num_experts_per_tok {draft_top_k}"
-            text.problems.append(f"{both}, expected the same; leave out the one that is wrong")
-
-    # V4.1 nests the language model, but keeps the token ids at the root.
-    ids = {key: text.values.get(key, root.get(key)) for key in ("bos_token_id", "eos_token_id")}
-    for reader in (text, outer):
-        reader.consumed |= ids.keys()
-    eos = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
-    for key, values in (("bos_token_id", [ids["bos_token_id"] or 0]), ("eos_token_id", eos)):
-        if not values or not all(type(value) is int for value in values):
-            text.problems.append(f"{key} is {ids[key]!r}, expected a token id")
-
-    target = TargetConfig(
-        **common,
-        n_routed_experts=backbone_experts,
-        num_experts_per_tok=backbone_top_k,
-        num_hidden_layers=layers,
-        compress_ratios=ratios[:layers],
-        # V4.1 has no such layers and no such key.
-        num_hash_layers=text.get("num_hash_layers", int, 0 if nested else dataclasses.MISSING),
-        feature_layer_ids=feature_ids,
-        bos_token_id=ids["bos_token_id"],
-        eos_token_ids=tuple(eos),
-    )
-    transformed = text.values.keys() & {"dspark_logit_scale", "dspark_final_logit_softcapping"}
-    unless_transformed = dataclasses.MISSING if transformed else False
-    draft = DraftConfig(
-        **common,
-        n_routed_experts=draft_experts,
-        num_experts_per_tok=draft_top_k,
-        num_stages=stages,
-        block_size=text.get("dspark_block_size", int),
-        noise_token_id=text.get("dspark_noise_token_id", int),
-        markov_rank=text.get("dspark_markov_rank", int),
-        num_features=len(feature_ids),
-        sample_from_anchor=text.get("dspark_sample_from_anchor", bool, True),
-        markov_head=text.values.get("dspark_markov_head_type", "vanilla"),
-        logit_scale=text.get("dspark_logit_scale", float, 1.0),
-        logit_softcap=text.get("dspark_final_logit_softcapping", float, None),
-        apply_output_logit_transform=text.get("dspark_apply_output_logit_transform", bool, unless_transformed),
-    )
-    readers = [quantization, text] + ([outer] if nested else [])
-    problems = [f"{r.where}: {p}" for r in readers for p in r.problems]
+    keys = ReleasedKeys(root, where)
+    common = _parse_common(keys)
+    stages = _parse_stages(keys, num_stages)
+    target = _parse_target(keys, common, stages)
+    draft = _parse_draft(keys, common, target, stages)
+    problems = [f"{reader.where}: {problem}" for reader in keys.readers for problem in reader.problems]
     if not problems:
         found = [*_contradictions(target, prefix="dspark_"), *_contradictions(draft, prefix="dspark_")]
-        problems = [f"{where}: {p}" for p in dict.fromkeys(found)]
-    for reader in readers:
-        if unknown := reader.unknown(allow_keys):
+        problems = [f"{where}: {problem}" for problem in dict.fromkeys(found)]
+    allowed = set(allow_keys)
+    for reader in keys.readers:
+        if unknown := reader.unknown(allowed):
             problems.append(
                 f"{reader.where}: keys that this version does not know: {', '.join(unknown)} "
                 "(pass --allow-config-key NAME for each that can't change results)"
@@ -303,16 +222,103 @@ def parse_configs(
     return target, draft
 
 
-def _resolve_stages(text: KeyReader, variant: Variant, declared: int, counted: int | None) -> int:
-    known_trap = variant is Variant.V4 and declared == 1
+def _parse_common(keys: ReleasedKeys) -> dict[str, Any]:
+    """The fields that both networks share; keys that have one supported value are checked and left out."""
+    text, quantization = keys.text, keys.quantization
+    block = quantization.get("weight_block_size", list)
+    if len(block) != 2 or block[0] != block[1] or block[0] not in (32, 128):
+        quantization.problems.append(f"weight_block_size is {block}, supported: [32, 32] and [128, 128]")
+        block = [32, 32]
+    for key, allowed in SUPPORTED_QUANTIZATION.items():
+        quantization.expect(key, allowed, None)
+    (quantization if keys.nested else text).expect("expert_dtype", ("fp4",))
+
+    text.expect("hc_mult", (HC_MULT,))
+    text.expect("scoring_func", ("sqrtsoftplus",))
+    text.expect("n_shared_experts", (1,))
+    for key, allowed in SUPPORTED_VALUES.items():
+        text.expect(key, allowed, None)
+    keys.root.expect("tie_word_embeddings", (False,), None)
+    plain = {name: text.get(name, kind) for name, kind in _PLAIN_FIELDS.items()}
+    return plain | {"variant": Variant.V4_1 if keys.nested else Variant.V4, "weight_block_size": block[0]}
+
+
+def _parse_stages(keys: ReleasedKeys, counted: int | None) -> int:
+    """The number of draft stages; ``counted`` ones are those that have tensors."""
+    declared = keys.text.get("num_nextn_predict_layers", int)
+    known_trap = not keys.nested and declared == 1
     if counted is None:
         return 3 if known_trap else declared
     if counted != declared and not known_trap:
-        text.problems.append(
+        keys.text.problems.append(
             f"num_nextn_predict_layers is {declared}, but the checkpoint holds {counted} draft stages "
             "(mtp.0 and up); one of the two is incomplete"
         )
     return counted
+
+
+def _parse_target(keys: ReleasedKeys, common: Mapping[str, Any], stages: int) -> TargetConfig:
+    text = keys.text
+    layers, ratios = text.get("num_hidden_layers", int), text.int_list("compress_ratios")
+    if len(ratios) not in (layers, layers + stages):
+        text.problems.append(
+            f"compress_ratios has {len(ratios)} entries, expected {layers} (layers) or "
+            f"{layers + stages} (layers and draft stages)"
+        )
+    if any(ratios[layers:]):
+        text.problems.append(f"compress_ratios of the draft stages are {ratios[layers:]}, supported: 0")
+
+    # V4.1 nests the language model, but keeps the token ids at the root.
+    ids = {key: text.values.get(key, keys.root.values.get(key)) for key in ("bos_token_id", "eos_token_id")}
+    for reader in (text, keys.root):
+        reader.consumed |= ids.keys()
+    eos = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
+    for key, values in (("bos_token_id", [ids["bos_token_id"] or 0]), ("eos_token_id", eos)):
+        if not values or not all(type(value) is int for value in values):
+            text.problems.append(f"{key} is {ids[key]!r}, expected a token id")
+
+    return TargetConfig(
+        **common,
+        n_routed_experts=text.get("n_routed_experts", int),
+        num_experts_per_tok=text.get("num_experts_per_tok", int),
+        num_hidden_layers=layers,
+        compress_ratios=ratios[:layers],
+        # V4.1 has no such layers and no such key.
+        num_hash_layers=text.get("num_hash_layers", int, 0 if keys.nested else dataclasses.MISSING),
+        feature_layer_ids=text.int_list("dspark_target_layer_ids"),
+        bos_token_id=ids["bos_token_id"],
+        eos_token_ids=tuple(eos),
+    )
+
+
+def _parse_draft(keys: ReleasedKeys, common: Mapping[str, Any], target: TargetConfig, stages: int) -> DraftConfig:
+    text = keys.text
+    experts, top_k = target.n_routed_experts, target.num_experts_per_tok
+    if keys.nested:
+        experts = text.get("dspark_n_routed_experts", int)
+        other = text.get("dspark_n_activated_experts", int, None)  # the inference configuration's name
+        top_k = text.get("dspark_num_experts_per_tok", int, dataclasses.MISSING if other is None else other)
+        if other not in (None, top_k):
+            both = f"dspark_n_activated_experts is {other}, dspark_num_experts_per_tok {top_k}"
+            text.problems.append(f"{both}, expected the same; leave out the one that is wrong")
+    text.expect("dspark_markov_head_type", get_args(HeadKind), "vanilla")
+    transformed = text.values.keys() & {"dspark_logit_scale", "dspark_final_logit_softcapping"}
+    unless_transformed = dataclasses.MISSING if transformed else False
+    return DraftConfig(
+        **common,
+        n_routed_experts=experts,
+        num_experts_per_tok=top_k,
+        num_stages=stages,
+        block_size=text.get("dspark_block_size", int),
+        noise_token_id=text.get("dspark_noise_token_id", int),
+        markov_rank=text.get("dspark_markov_rank", int),
+        num_features=len(target.feature_layer_ids),
+        sample_from_anchor=text.get("dspark_sample_from_anchor", bool, True),
+        markov_head=text.values.get("dspark_markov_head_type", "vanilla"),
+        logit_scale=text.get("dspark_logit_scale", float, 1.0),
+        logit_softcap=text.get("dspark_final_logit_softcapping", float, None),
+        apply_output_logit_transform=text.get("dspark_apply_output_logit_transform", bool, unless_transformed),
+    )
 
 
 def _contradictions(config: ModelConfig, *, prefix: str) -> list[str]:

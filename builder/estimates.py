@@ -56,6 +56,6 @@ def weight_bytes(kind: Kind, tensors: Iterable[StoredTensor], build: BuildConfig
             continue
         if build.numerics is Numerics.RELEASED or tensor.dtype != "I8":
             total += tensor.nbytes
-        elif tensor.name.endswith(".weight"):  # FP4 codes are two a byte; the scales are gone
+        elif tensor.name.endswith(".weight"):  # FP4 codes are two per byte; the scales are gone
             total += tensor.nbytes * wide * (2 if is_fp4(tensor.name) else 1)
     return total

@@ -36,8 +36,15 @@ _INT32 = (-(2**31), 2**31 - 1)
 _SAME_SINCE_17 = ("Equal", "Identity", "Reshape", "ScatterND", "Shape", "Size", "Split")
 """Operators of which later opsets only take more types, or have options that are refused below."""
 _AXES_AS_ATTRIBUTE = (
-    *("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
-    *("ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"),
+    "ReduceMean",
+    "ReduceMax",
+    "ReduceMin",
+    "ReduceProd",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceSumSquare",
 )
 _READ_WHILE_PARSING = {"Unsqueeze": 1, "Squeeze": 1, "ReduceSum": 1, "Split": 1, "TopK": 1}
 """Operator -> input that must be an initializer."""

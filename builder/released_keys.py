@@ -83,3 +83,22 @@ class KeyReader:
 
     def unknown(self, allowed: Iterable[str]) -> list[str]:
         return sorted(set(self.values) - self.consumed - IGNORED_KEYS - set(allowed))
+
+
+class ReleasedKeys:
+    """The objects of a released ``config.json``: its root, the language model's keys and the quantisation's."""
+
+    def __init__(self, root: Mapping[str, Any], where: str):
+        self.nested = "text_config" in root
+        """Whether the language model has an object of its own, as in V4.1."""
+        self.root = KeyReader(root, where)
+        self.text = self._inner("text_config") if self.nested else self.root
+        self.quantization = self._inner("quantization_config")
+
+    def _inner(self, key: str) -> KeyReader:
+        return KeyReader(self.root.get(key, dict), f"{self.root.where}: {key}")
+
+    @property
+    def readers(self) -> list[KeyReader]:
+        """Each object once, in the order in which its problems are told."""
+        return [self.quantization, self.text, *([self.root] if self.nested else [])]

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ABI_FIELD = "plugin_abi"
 _ACTIVATIONS = ("float32", "float16", "bfloat16")
+_TRT_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
 
 
 @dataclass
@@ -159,185 +160,209 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+class _PluginMethods:
+    """What TensorRT calls of the plugin of one layer; :func:`_plugin_classes` adds TensorRT's interfaces."""
+
+    trt: Any
+    """TensorRT's module."""
+
+    def __init__(self, op: Op, attributes: Any, layer: str, failures: PluginFailures) -> None:
+        self.op, self.attributes, self.layer, self.failures = op, attributes, layer, failures
+        self.specs = op.inputs(attributes)
+        self.plugin_name = op.name
+        self.plugin_version = str(op.version)
+        self.plugin_namespace = DOMAIN
+        self.num_outputs = len(op.outputs(attributes))
+        # Timings are cached under this; a plugin has one kernel and no tactics, so nothing is.
+        self.timing_cache_id = ""
+
+    def note(self, problem: str) -> None:
+        self.failures.errors.append(f"{DOMAIN}.{self.op.name}, layer {self.layer}: {problem}")
+
+    def clone(self) -> Any:
+        # May not fail: an exception here is a null pointer in C++.
+        return type(self)(self.op, self.attributes, self.layer, self.failures)
+
+    def get_capability_interface(self, kind: Any) -> Any:
+        return self
+
+    @_noting
+    def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+        names = [DTYPE_NAMES.get(t.name, t.name.lower()) for t in input_types]
+        if len(names) != len(self.specs):
+            raise OpError(f"{len(names)} inputs, expected {', '.join(map(str, self.specs))}")
+        activation = next((n for n, s in zip(names, self.specs, strict=True) if s.dtype == "T"), "float32")
+        wanted = [activation if s.dtype == "T" else s.dtype for s in self.specs]
+        if activation not in _ACTIVATIONS or names != wanted:
+            raise OpError(f"inputs are {names}, expected {', '.join(map(str, self.specs))}, T one of {_ACTIVATIONS}")
+        outputs = self.op.outputs(self.attributes)
+        return [getattr(self.trt.DataType, _TRT_NAMES[activation if s.dtype == "T" else s.dtype]) for s in outputs]
+
+    @_noting
+    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
+        bindings: dict[str, Any] = {}
+        for spec, dims in zip(self.specs, inputs, strict=True):
+            if len(dims) != len(spec.dims):
+                raise OpError(f"{spec.name} has {len(dims)} dimensions, expected {spec}")
+            bindings |= {str(d): dims[i] for i, d in enumerate(spec.dims)}
+        shapes = []
+        for spec in self.op.outputs(self.attributes):
+            shape = self.trt.DimsExprs(len(spec.dims))
+            for i, dim in enumerate(spec.dims):
+                shape[i] = builder.constant(dim) if isinstance(dim, int) else bindings[dim]
+            shapes.append(shape)
+        return shapes
+
+    @_noting
+    def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
+        described = [self._describe(t.desc) for t in tensors[: position + 1]]
+        problems = check_tensors(self.op, self.attributes, described, num_inputs)
+        if problems and described[-1].linear:
+            self.failures.refusals[f"{DOMAIN}.{self.op.name}, layer {self.layer}: {problems[-1]}"] = None
+        return not problems
+
+    def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self._check([t.desc for t in (*inputs, *outputs)], len(inputs))
+
+    def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self._check([*inputs, *outputs], len(inputs))
+
+    @_noting
+    def _check(self, descriptions: Sequence[Any], num_inputs: int) -> None:
+        if problems := check_tensors(self.op, self.attributes, [self._describe(d) for d in descriptions], num_inputs):
+            raise OpError("; ".join(problems))
+        named = zip(self.specs, descriptions[:num_inputs], strict=True)
+        sizes = {str(d): size for spec, desc in named for d, size in zip(spec.dims, desc.dims, strict=True)}
+        if problem := self.op.size_problem(self.attributes, sizes):
+            raise OpError(problem)
+
+    @_noting
+    def get_aliased_input(self, output: int) -> int:
+        return self.op.aliases(self.attributes).get(output, -1)
+
+    @_noting
+    def get_fields_to_serialize(self) -> Any:
+        # TensorRT reads the arrays after this returns, so the plugin keeps them.
+        self._fields = []
+        for name, value in {**encode_attributes(self.attributes), ABI_FIELD: PLUGIN_ABI}.items():
+            data = (
+                np.frombuffer(value.encode() + b"\0", np.int8)
+                if isinstance(value, str)
+                else np.array([value], np.float32 if isinstance(value, float) else np.int32)
+            )
+            self._fields.append(self.trt.PluginField(name, data, _field_type(self.trt, type(value))))
+        return self.trt.PluginFieldCollection(self._fields)
+
+    def get_valid_tactics(self) -> list[int]:
+        return []
+
+    def set_tactic(self, tactic: int) -> None:
+        pass
+
+    @_noting
+    def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        # Without the library a plan can be built but not run: its directory's header says so.
+        if find_library() is None or not has_kernel(self.op):
+            return 0
+        activation, sizes = self._sizes([t.desc for t in inputs], largest=[t.max for t in inputs])
+        return workspace_bytes(self.op, self.attributes, activation, sizes)
+
+    def _sizes(self, descriptions: Sequence[Any], largest: Sequence[Any] | None = None) -> tuple[str, dict[str, int]]:
+        """The activation type, and symbol -> size of tensors in declaration order."""
+        specs = (*self.specs, *self.op.outputs(self.attributes))[: len(descriptions)]
+        dims = largest or [d.dims for d in descriptions]
+        sizes: dict[str, int] = {}
+        activation = "float32"
+        for spec, desc, own in zip(specs, descriptions, dims, strict=True):
+            sizes |= {str(d): size for d, size in zip(spec.dims, own, strict=True)}
+            activation = self._describe(desc).dtype if spec.dtype == "T" else activation
+        return activation, sizes
+
+    def attach_to_context(self, context: Any) -> Any:
+        return self.clone()
+
+    @_noting
+    def enqueue(
+        self,
+        input_descs: Sequence[Any],
+        output_descs: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        activation, sizes = self._sizes([*input_descs, *output_descs])
+        specs = (*self.specs, *self.op.outputs(self.attributes))
+        pointers = {s.name: p for s, p in zip(specs, (*inputs, *outputs), strict=True)}
+        launch(self.op, self.attributes, activation, sizes, pointers, workspace, stream)
+
+    def _describe(self, desc: Any) -> TensorDesc:
+        dtype = DTYPE_NAMES.get(desc.type.name, desc.type.name.lower())
+        return TensorDesc(dtype, tuple(desc.dims), desc.format == self.trt.TensorFormat.LINEAR)
+
+
+class _CreatorMethods:
+    """What TensorRT calls of the creator of one operation's plugins, likewise."""
+
+    trt: Any
+    plugin_class: Callable[..., Any]
+
+    def __init__(self, op: Op, failures: PluginFailures) -> None:
+        self.op, self.failures = op, failures
+        self.name = op.name
+        self.plugin_version = str(op.version)
+        self.plugin_namespace = DOMAIN
+        kinds = op.field_kinds().items()
+        self.field_names = self.trt.PluginFieldCollection(
+            [self.trt.PluginField(name, np.array([]), _field_type(self.trt, kind)) for name, kind in kinds]
+        )
+
+    def create_plugin(self, layer: str, fields: Iterable[Any], phase: Any) -> Any:
+        try:
+            values = {f.name: _field_value(f) for f in fields}
+            if phase == self.trt.TensorRTPhase.RUNTIME:
+                found = values.pop(ABI_FIELD, None)
+                if found != PLUGIN_ABI:
+                    raise OpError(
+                        f"the plan was built with plugin ABI {found}, this package has {PLUGIN_ABI}; build it again"
+                    )
+            return self.plugin_class(self.op, decode_attributes(self.op, values), layer, self.failures)
+        except Exception as error:
+            problem = f"{DOMAIN}.{self.op.name}, layer {layer}: {error}"
+            self.failures.errors.append(problem)
+            logger.error("%s", problem)
+            return None
+
+
 @lru_cache
 def _plugin_classes(api: TensorRT) -> tuple[type, type]:
     """The plugin and the creator class; made on demand because they derive from TensorRT's."""
-    trt: Any = api.module
-    field_types = {int: trt.PluginFieldType.INT32, float: trt.PluginFieldType.FLOAT32, str: trt.PluginFieldType.CHAR}
-    dtypes = {value: getattr(trt.DataType, name) for name, value in DTYPE_NAMES.items()}
-    build_base = getattr(trt, "IPluginV3OneBuildV2", trt.IPluginV3OneBuild)
-    bases = (trt.IPluginV3, trt.IPluginV3OneCore, build_base, trt.IPluginV3OneRuntime)
+    module: Any = api.module
+    build_base = getattr(module, "IPluginV3OneBuildV2", module.IPluginV3OneBuild)
+    bases = (module.IPluginV3, module.IPluginV3OneCore, build_base, module.IPluginV3OneRuntime)
 
-    def describe(desc: Any) -> TensorDesc:
-        dtype = DTYPE_NAMES.get(desc.type.name, desc.type.name.lower())
-        return TensorDesc(dtype, tuple(desc.dims), desc.format == trt.TensorFormat.LINEAR)
+    class OpPlugin(_PluginMethods, *bases):  # type: ignore[misc]
+        trt = module
 
-    class OpPlugin(*bases):  # type: ignore[misc]
-        def __init__(self, op: Op, attributes: Any, layer: str, failures: PluginFailures) -> None:
+        def __init__(self, *arguments: Any) -> None:
             for base in bases:
                 base.__init__(self)
-            self.op, self.attributes, self.layer, self.failures = op, attributes, layer, failures
-            self.specs = op.inputs(attributes)
-            self.plugin_name = op.name
-            self.plugin_version = str(op.version)
-            self.plugin_namespace = DOMAIN
-            self.num_outputs = len(op.outputs(attributes))
-            # Timings are cached under this; a plugin has one kernel and no tactics, so nothing is.
-            self.timing_cache_id = ""
+            super().__init__(*arguments)
 
-        def note(self, problem: str) -> None:
-            self.failures.errors.append(f"{DOMAIN}.{self.op.name}, layer {self.layer}: {problem}")
+    class OpCreator(_CreatorMethods, module.IPluginCreatorV3One):
+        trt, plugin_class = module, OpPlugin
 
-        def clone(self) -> Any:
-            # May not fail: an exception here is a null pointer in C++.
-            return OpPlugin(self.op, self.attributes, self.layer, self.failures)
-
-        def get_capability_interface(self, kind: Any) -> Any:
-            return self
-
-        @_noting
-        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-            names = [DTYPE_NAMES.get(t.name, t.name.lower()) for t in input_types]
-            if len(names) != len(self.specs):
-                raise OpError(f"{len(names)} inputs, expected {', '.join(map(str, self.specs))}")
-            activation = next((n for n, s in zip(names, self.specs, strict=True) if s.dtype == "T"), "float32")
-            wanted = [activation if s.dtype == "T" else s.dtype for s in self.specs]
-            if activation not in _ACTIVATIONS or names != wanted:
-                raise OpError(
-                    f"inputs are {names}, expected {', '.join(map(str, self.specs))}, T one of {_ACTIVATIONS}"
-                )
-            outputs = self.op.outputs(self.attributes)
-            return [dtypes[activation if s.dtype == "T" else s.dtype] for s in outputs]
-
-        @_noting
-        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
-            bindings: dict[str, Any] = {}
-            for spec, dims in zip(self.specs, inputs, strict=True):
-                if len(dims) != len(spec.dims):
-                    raise OpError(f"{spec.name} has {len(dims)} dimensions, expected {spec}")
-                bindings |= {str(d): dims[i] for i, d in enumerate(spec.dims)}
-            shapes = []
-            for spec in self.op.outputs(self.attributes):
-                shape = trt.DimsExprs(len(spec.dims))
-                for i, dim in enumerate(spec.dims):
-                    shape[i] = builder.constant(dim) if isinstance(dim, int) else bindings[dim]
-                shapes.append(shape)
-            return shapes
-
-        @_noting
-        def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
-            described = [describe(t.desc) for t in tensors[: position + 1]]
-            problems = check_tensors(self.op, self.attributes, described, num_inputs)
-            if problems and described[-1].linear:
-                self.failures.refusals[f"{DOMAIN}.{self.op.name}, layer {self.layer}: {problems[-1]}"] = None
-            return not problems
-
-        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            self._check([t.desc for t in (*inputs, *outputs)], len(inputs))
-
-        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            self._check([*inputs, *outputs], len(inputs))
-
-        @_noting
-        def _check(self, descriptions: Sequence[Any], num_inputs: int) -> None:
-            if problems := check_tensors(self.op, self.attributes, [describe(d) for d in descriptions], num_inputs):
-                raise OpError("; ".join(problems))
-            named = zip(self.specs, descriptions[:num_inputs], strict=True)
-            sizes = {str(d): size for spec, desc in named for d, size in zip(spec.dims, desc.dims, strict=True)}
-            if problem := self.op.size_problem(self.attributes, sizes):
-                raise OpError(problem)
-
-        @_noting
-        def get_aliased_input(self, output: int) -> int:
-            return self.op.aliases(self.attributes).get(output, -1)
-
-        @_noting
-        def get_fields_to_serialize(self) -> Any:
-            # TensorRT reads the arrays after this returns, so the plugin keeps them.
-            self._fields = []
-            for name, value in {**encode_attributes(self.attributes), ABI_FIELD: PLUGIN_ABI}.items():
-                data = (
-                    np.frombuffer(value.encode() + b"\0", np.int8)
-                    if isinstance(value, str)
-                    else np.array([value], np.float32 if isinstance(value, float) else np.int32)
-                )
-                self._fields.append(trt.PluginField(name, data, field_types[type(value)]))
-            return trt.PluginFieldCollection(self._fields)
-
-        def get_valid_tactics(self) -> list[int]:
-            return []
-
-        def set_tactic(self, tactic: int) -> None:
-            pass
-
-        @_noting
-        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            # Without the library a plan can be built but not run: its directory's header says so.
-            if find_library() is None or not has_kernel(self.op):
-                return 0
-            activation, sizes = self._sizes([t.desc for t in inputs], largest=[t.max for t in inputs])
-            return workspace_bytes(self.op, self.attributes, activation, sizes)
-
-        def _sizes(
-            self, descriptions: Sequence[Any], largest: Sequence[Any] | None = None
-        ) -> tuple[str, dict[str, int]]:
-            """The activation type, and symbol -> size of tensors in declaration order."""
-            specs = (*self.specs, *self.op.outputs(self.attributes))[: len(descriptions)]
-            dims = largest or [d.dims for d in descriptions]
-            sizes: dict[str, int] = {}
-            activation = "float32"
-            for spec, desc, own in zip(specs, descriptions, dims, strict=True):
-                sizes |= {str(d): size for d, size in zip(spec.dims, own, strict=True)}
-                activation = describe(desc).dtype if spec.dtype == "T" else activation
-            return activation, sizes
-
-        def attach_to_context(self, context: Any) -> Any:
-            return self.clone()
-
-        @_noting
-        def enqueue(
-            self,
-            input_descs: Sequence[Any],
-            output_descs: Sequence[Any],
-            inputs: Sequence[int],
-            outputs: Sequence[int],
-            workspace: int,
-            stream: int,
-        ) -> None:
-            activation, sizes = self._sizes([*input_descs, *output_descs])
-            specs = (*self.specs, *self.op.outputs(self.attributes))
-            pointers = {s.name: p for s, p in zip(specs, (*inputs, *outputs), strict=True)}
-            launch(self.op, self.attributes, activation, sizes, pointers, workspace, stream)
-
-    class OpCreator(trt.IPluginCreatorV3One):
-        def __init__(self, op: Op, failures: PluginFailures) -> None:
-            trt.IPluginCreatorV3One.__init__(self)
-            self.op, self.failures = op, failures
-            self.name = op.name
-            self.plugin_version = str(op.version)
-            self.plugin_namespace = DOMAIN
-            kinds = op.field_kinds().items()
-            self.field_names = trt.PluginFieldCollection(
-                [trt.PluginField(name, np.array([]), field_types[kind]) for name, kind in kinds]
-            )
-
-        def create_plugin(self, layer: str, fields: Iterable[Any], phase: Any) -> Any:
-            try:
-                values = {f.name: _field_value(f) for f in fields}
-                if phase == trt.TensorRTPhase.RUNTIME:
-                    found = values.pop(ABI_FIELD, None)
-                    if found != PLUGIN_ABI:
-                        raise OpError(
-                            f"the plan was built with plugin ABI {found}, this package has {PLUGIN_ABI}; build it again"
-                        )
-                return OpPlugin(self.op, decode_attributes(self.op, values), layer, self.failures)
-            except Exception as error:
-                problem = f"{DOMAIN}.{self.op.name}, layer {layer}: {error}"
-                self.failures.errors.append(problem)
-                logger.error("%s", problem)
-                return None
+        def __init__(self, *arguments: Any) -> None:
+            module.IPluginCreatorV3One.__init__(self)
+            super().__init__(*arguments)
 
     return OpPlugin, OpCreator
+
+
+def _field_type(trt: Any, kind: type) -> Any:
+    """TensorRT's type of a plugin field that holds a ``kind``."""
+    names = {int: "INT32", float: "FLOAT32", str: "CHAR"}
+    return getattr(trt.PluginFieldType, names[kind])
 
 
 def _field_value(field: Any) -> int | float | str | list[Any]:
