@@ -6,15 +6,17 @@ ranks. It is 1 where a rank failed while it ran, or where the program compares a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import tyro
 from dspark_trt.builder.checkpoint import CheckpointError, DamagedWeightsError, rank_file_name
 from dspark_trt.builder.checkpoint.tensor_file import read_header
 from dspark_trt.builder.config import ConfigError
@@ -32,6 +34,7 @@ from dspark_trt.runtime_py.stock import StockError
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from rich.console import Console
 
+T = TypeVar("T")
 REFUSALS = (
     *(RequestError, ScheduleError, ConfigError, LaunchError, MappingError, EngineDirError),
     *(DamagedWeightsError, EngineLoadError, TensorRTUnavailableError, KernelUnavailableError, StockError),
@@ -39,6 +42,37 @@ REFUSALS = (
 """Errors of what was asked for, for ``fail_together``. Other CheckpointErrors are none: weights that can't be used are
 found by :func:`open_engine_dir`, and what is left is a disk that fails while they are read. Nor are MailboxError and
 BoundaryError, which also tell of a step that went wrong."""
+
+
+def parse_options(kind: type[T], arguments: Sequence[str] | None, description: str | None) -> T:
+    """The options of a command line, as ``tyro.cli`` gives them.
+
+    Ends the program with status 2, as tyro does, where a flag of several values is there without a value, or twice:
+    tyro would take the last of them.
+    """
+    options = tyro.cli(kind, args=arguments, description=description)
+    words = sys.argv[1:] if arguments is None else arguments
+    given = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    problems = []
+    for flag, values in _flags_of_several(options):
+        if (times := given.count(flag)) > 1:
+            problems.append(f"{flag} was given {times} times, expected once; pass all values after one")
+        elif times and not values:
+            problems.append(f"{flag} names none, expected at least one; leave the option out for the default")
+    if problems:
+        print(f"error: {'; '.join(problems)}", file=sys.stderr)
+        sys.exit(2)
+    return options
+
+
+def _flags_of_several(options: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The flags of several values, with these, of a dataclass and of those in it, whose flags have no prefix."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flags_of_several(value)
+        elif isinstance(value, (tuple, list)):
+            yield f"--{field.name.replace('_', '-')}", value
 
 
 class Text:

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from _common import (
     Text,
     announced_executor,
@@ -37,6 +36,7 @@ from _common import (
     device_name,
     import_pyplot,
     open_job,
+    parse_options,
     read_prompts,
     watched,
 )
@@ -92,11 +92,7 @@ class Options:
 
     def problems(self) -> list[str]:
         """What would leave nothing to measure, a sentence each."""
-        problems = [
-            f"--{name} names none, expected at least one; leave the option out for the usual ones"
-            for name in ("temperatures", "methods")
-            if not getattr(self, name)
-        ]
+        problems = []
         if self.bootstrap_samples < 1:
             problems.append(f"--bootstrap-samples is {self.bootstrap_samples}, expected at least 1; pass more")
         if self.max_output_len < 2:
@@ -145,7 +141,7 @@ class Estimate:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    options = parse_options(Options, arguments, __doc__)
     if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
     directory, communicator = job

@@ -34,6 +34,7 @@ from _common import (
     image_suffixes,
     import_pyplot,
     open_job,
+    parse_options,
     read_prompts,
     watched,
 )
@@ -63,7 +64,7 @@ class Options:
     engine_dir: Path
     """Directory that dspark-build wrote."""
     prompt: tuple[str, ...] = ()
-    """Texts to continue."""
+    """Texts to continue, all after one --prompt."""
     prompts_file: Path | None = None
     """File with one text a line; without any prompt, those beside this script."""
     speculative: bool = True
@@ -117,7 +118,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    options = parse_options(Options, arguments, __doc__)
     if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
     directory, communicator = job
