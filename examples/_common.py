@@ -115,7 +115,8 @@ def read_text(path: Path, wanted: str) -> str:
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one a line; empty lines are passed over."""
-    lines = read_text(path, "a file with one prompt a line").splitlines()
+    # str.splitlines would also split at form feeds and other characters that a text may hold.
+    lines = read_text(path, "a file with one prompt a line").split("\n")
     if not (prompts := [line for line in lines if line.strip()]):
         raise RequestError(f"{path}: no prompt in it; expected one a line")
     return prompts

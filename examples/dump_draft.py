@@ -114,7 +114,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
         if text.lstrip().startswith("["):
             prompts = json.loads(text)
         else:
-            lines = (re.split(r"[\s,]+", line.strip(" \t,")) for line in text.splitlines() if line.strip())
+            lines = (re.split(r"[\s,]+", line.strip(" \t,")) for line in text.split("\n") if line.strip())
             prompts = [[int(word) for word in line if word] for line in lines]
         if not prompts or not all(p and all(type(t) is int for t in p) for p in prompts):
             raise ValueError("a request without tokens, or something that is not a token id")
