@@ -7,6 +7,7 @@ ranks. It is 1 where a rank failed while it ran, or where the program compares a
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import os
 import sys
@@ -31,6 +32,7 @@ from dspark_trt.runtime_py.mapping import MappingError
 from dspark_trt.runtime_py.opening import read_tokenizer
 from dspark_trt.runtime_py.requests import RequestError
 from dspark_trt.runtime_py.stock import StockError
+from dspark_trt.runtime_py.trace import OutputError
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from rich.console import Console
 
@@ -42,6 +44,34 @@ REFUSALS = (
 """Errors of what was asked for, for ``fail_together``. Other CheckpointErrors are none: weights that can't be used are
 found by :func:`open_engine_dir`, and what is left is a disk that fails while they are read. Nor are MailboxError and
 BoundaryError, which also tell of a step that went wrong."""
+
+
+class Output(Console):
+    """Standard output of rank 0, in plain text; the other ranks print nothing.
+
+    Characters that its encoding lacks are replaced. :class:`OutputError` if it takes no more.
+    """
+
+    def __init__(self, rank: int = 0, **options: Any):
+        # mpirun gives rank 0 a terminal even where its own output is a file, so no colours.
+        super().__init__(quiet=rank != 0, markup=False, highlight=False, color_system=None, **options)
+        if isinstance(self.file, io.TextIOWrapper):
+            self.file.reconfigure(errors="replace")
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            self.quiet = True
+            # What is left in buffers would fail once more when the program ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            raise OutputError(
+                f"standard output: {error.strerror}, expected room for what is printed; keep its reader running, or "
+                "redirect it to a file on a disk with room"
+            ) from None
+
+    def on_broken_pipe(self) -> None:
+        raise  # in place of rich's exit without a word
 
 
 def parse_options(kind: type[T], arguments: Sequence[str] | None, description: str | None) -> T:
@@ -209,7 +239,7 @@ def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] |
 
 
 def announced_executor(
-    directory: EngineDir, communicator: Communicator, device: DeviceChoice, backend: Backend, console: Console
+    directory: EngineDir, communicator: Communicator, device: DeviceChoice, backend: Backend, console: Output
 ) -> tuple[torch.device, Executor]:
     """Where this rank computes and with what, agreed on by all ranks; the first line that programs print."""
     check_alike(communicator, device=device, backend=backend)

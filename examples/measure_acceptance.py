@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from _common import (
+    Output,
     Text,
     announced_executor,
     check_output,
@@ -50,7 +51,6 @@ from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
 from dspark_trt.runtime_py.verification import Verdict, Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: Options, directory: EngineDir, communicator: Communicator, progress: Progress) -> None:
     """Measure and, on rank 0, report and write."""
-    console = Console(quiet=communicator.rank != 0, width=120, highlight=False, color_system=None)
+    console = Output(communicator.rank, width=120)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; acceptance needs both")
     if problems := options.problems():
@@ -172,8 +172,6 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         steps, tokens = row["steps"], row["tokens_per_step"].mean
         console.print(f"temperature {row['temperature']:g}, {row['method']}: {steps} steps, {tokens:.2f} tokens a step")
     rows.sort(key=lambda row: row["temperature"])
-    for what in ("kept", "kept_given_before"):
-        console.print(acceptance_table(rows, what))
     if communicator.rank == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         document = {
@@ -193,7 +191,9 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         written = json.dumps(document, indent=1, default=dataclasses.asdict)
         (options.output / REPORT).write_text(written + "\n")
         draw(rows, pyplot).savefig(options.output / FIGURE, dpi=80)
-        console.print(f"wrote {options.output}/{REPORT} and {FIGURE}")
+    for what in ("kept", "kept_given_before"):
+        console.print(acceptance_table(rows, what))
+    console.print(f"wrote {options.output}/{REPORT} and {FIGURE}")
 
 
 def sampling(options: Options, temperature: float, prompts: int) -> list[SamplingParams]:
