@@ -6,15 +6,18 @@ ranks. It is 1 where a rank failed while it ran, or where the program compares a
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import tyro
 from dspark_trt.builder.checkpoint import CheckpointError, DamagedWeightsError, rank_file_name
 from dspark_trt.builder.checkpoint.tensor_file import read_header
 from dspark_trt.builder.config import ConfigError
@@ -29,9 +32,11 @@ from dspark_trt.runtime_py.mapping import MappingError
 from dspark_trt.runtime_py.opening import read_tokenizer
 from dspark_trt.runtime_py.requests import RequestError
 from dspark_trt.runtime_py.stock import StockError
+from dspark_trt.runtime_py.trace import OutputError
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from rich.console import Console
 
+T = TypeVar("T")
 REFUSALS = (
     *(RequestError, ScheduleError, ConfigError, LaunchError, MappingError, EngineDirError),
     *(DamagedWeightsError, EngineLoadError, TensorRTUnavailableError, KernelUnavailableError, StockError),
@@ -39,6 +44,65 @@ REFUSALS = (
 """Errors of what was asked for, for ``fail_together``. Other CheckpointErrors are none: weights that can't be used are
 found by :func:`open_engine_dir`, and what is left is a disk that fails while they are read. Nor are MailboxError and
 BoundaryError, which also tell of a step that went wrong."""
+
+
+class Output(Console):
+    """Standard output of rank 0, in plain text; the other ranks print nothing.
+
+    Characters that its encoding lacks are replaced. :class:`OutputError` if it takes no more.
+    """
+
+    def __init__(self, rank: int = 0, **options: Any):
+        # mpirun gives rank 0 a terminal even where its own output is a file, so no colours.
+        super().__init__(quiet=rank != 0, markup=False, highlight=False, color_system=None, **options)
+        if isinstance(self.file, io.TextIOWrapper):
+            self.file.reconfigure(errors="replace")
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            self.quiet = True
+            # What is left in buffers would fail once more when the program ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            raise OutputError(
+                f"standard output: {error.strerror}, expected room for what is printed; keep its reader running, or "
+                "redirect it to a file on a disk with room"
+            ) from None
+
+    def on_broken_pipe(self) -> None:
+        raise  # in place of rich's exit without a word
+
+
+def parse_options(kind: type[T], arguments: Sequence[str] | None, description: str | None) -> T:
+    """The options of a command line, as ``tyro.cli`` gives them.
+
+    Ends the program with status 2, as tyro does, where a flag of several values is there without a value, or twice:
+    tyro would take the last of them.
+    """
+    options = tyro.cli(kind, args=arguments, description=description)
+    words = sys.argv[1:] if arguments is None else arguments
+    given = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    problems = []
+    for flag, values in _flags_of_several(options):
+        if (times := given.count(flag)) > 1:
+            problems.append(f"{flag} was given {times} times, expected once; pass all values after one")
+        elif times and not values:
+            problems.append(f"{flag} names none, expected at least one; leave the option out for the default")
+    if problems:
+        print(f"error: {'; '.join(problems)}", file=sys.stderr)
+        sys.exit(2)
+    return options
+
+
+def _flags_of_several(options: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The flags of several values, with these, of a dataclass and of those in it, whose flags have no prefix."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flags_of_several(value)
+        elif isinstance(value, (tuple, list)):
+            yield f"--{field.name.replace('_', '-')}", value
 
 
 class Text:
@@ -81,7 +145,9 @@ def read_text(path: Path, wanted: str) -> str:
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one per line; empty lines are passed over."""
-    lines = read_text(path, "a file with one prompt per line").splitlines()
+    # str.splitlines would also split at form feeds and other characters that a text may hold.
+    lines = read_text(path, "a file with one prompt per line").split("
+")
     if not (prompts := [line for line in lines if line.strip()]):
         raise RequestError(f"{path}: no prompt in it; expected one per line")
     return prompts
@@ -174,7 +240,7 @@ def open_job(engine_dir: Path, command: str) -> tuple[EngineDir, Communicator] |
 
 
 def announced_executor(
-    directory: EngineDir, communicator: Communicator, device: DeviceChoice, backend: Backend, console: Console
+    directory: EngineDir, communicator: Communicator, device: DeviceChoice, backend: Backend, console: Output
 ) -> tuple[torch.device, Executor]:
     """Where this rank computes and with what, agreed on by all ranks; the first line that programs print."""
     check_alike(communicator, device=device, backend=backend)

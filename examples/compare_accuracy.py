@@ -48,7 +48,7 @@ from typing import Annotated, Literal
 import numpy as np
 import onnxruntime
 import tyro
-from _common import REFUSALS, Text, check_output, open_engine_dir, read_prompts, watched
+from _common import REFUSALS, Output, Text, check_output, open_engine_dir, parse_options, read_prompts, watched
 from _comparison import OutputResult, as_numpy, compare_results
 from _engines import TENSORRT, Engines, open_engines
 from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
@@ -71,7 +71,6 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.comparator import Comparator, RunResults
 from polygraphy.json import save_json
 from polygraphy.logger import G_LOGGER
-from rich.console import Console
 from rich.table import Table
 
 REFERENCE, ONNXRUNTIME = "torch", "onnxruntime"
@@ -133,8 +132,6 @@ class Options:
         if (self.checkpoint is None) == (self.engine_dir is None):
             given = "both" if self.checkpoint else "neither"
             problems.append(f"{given} of --checkpoint and --engine-dir was given, expected one; pass either")
-        if not self.networks:
-            problems.append("--networks names none, expected draft, target or both; leave the option out for both")
         if self.num_prompts < 1:
             problems.append(f"--num-prompts is {self.num_prompts}, expected at least 1; pass more")
         if self.checkpoint and self.num_prompts > MAX_REQUESTS:
@@ -275,7 +272,7 @@ def compare(
     options: Options, shards: Path, builds: list[BuildConfig], communicator: Communicator, progress: Progress
 ) -> int:
     """Compare under every build configuration and print; returns the exit status."""
-    console = Console(quiet=communicator.rank != 0, soft_wrap=True, highlight=False, color_system=None)
+    console = Output(communicator.rank, soft_wrap=True)
     source = read_shard_config(shards)
     if source.target is None:
         raise RequestError(f"{shards}: holds a draft without its target; the inputs come from a decode with both")
@@ -368,7 +365,7 @@ def build_asked_for(options: Options, built: BuildConfig) -> BuildConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    options = parse_options(Options, arguments, __doc__)
     G_LOGGER.module_severity = G_LOGGER.WARNING
     try:
         if problems := options.problems():

@@ -41,7 +41,7 @@ from typing import Literal
 
 import torch
 import tyro
-from _common import check_output, read_text
+from _common import Output, check_output, read_text
 from dspark_trt.builder.build_config import BuildConfig
 from dspark_trt.builder.checkpoint import Checkpoint, convert_checkpoint, count_stages, read_shard_config
 from dspark_trt.builder.cli import USER_ERRORS
@@ -50,7 +50,7 @@ from dspark_trt.builder.network import Network, load_network
 from dspark_trt.builder.onnx_export import Probes
 from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
 from dspark_trt.runtime_py.requests import RequestError
-from rich.console import Console
+from dspark_trt.runtime_py.trace import OutputError
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -125,7 +125,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
         if text.lstrip().startswith("["):
             prompts = json.loads(text)
         else:
-            lines = (re.split(r"[\s,]+", line.strip(" \t,")) for line in text.splitlines() if line.strip())
+            lines = (re.split(r"[\s,]+", line.strip(" \t,")) for line in text.split("\n") if line.strip())
             prompts = [[int(word) for word in line if word] for line in lines]
         if not prompts or not all(p and all(type(t) is int for t in p) for p in prompts):
             raise ValueError("a request without tokens, or something that is not a token id")
@@ -299,16 +299,23 @@ def dump(options: Options) -> dict[str, Tensor]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, description=__doc__)
     try:
-        tensors = dump(options)
+        tell(options, dump(options))
+    except OutputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (*USER_ERRORS, DumpError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def tell(options: Options, tensors: dict[str, Tensor]) -> None:
+    """Print what was written."""
     table = Table("tensor", "dtype", "shape", "rms", title=str(options.output), title_justify="left")
     for name, tensor in tensors.items():
         rms = f"{tensor.double().square().mean().sqrt():.4g}" if tensor.is_floating_point() else ""
         table.add_row(name, _dtype(tensor), str(list(tensor.shape)), rms)
-    Console().print(table)
-    return 0
+    Output().print(table)
 
 
 if __name__ == "__main__":

@@ -29,14 +29,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from _common import (
+    Output,
     Text,
     announced_executor,
     check_output,
     device_name,
     import_pyplot,
     open_job,
+    parse_options,
     read_prompts,
     watched,
 )
@@ -50,7 +51,6 @@ from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
 from dspark_trt.runtime_py.verification import Verdict, Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -92,11 +92,7 @@ class Options:
 
     def problems(self) -> list[str]:
         """What would leave nothing to measure, a sentence each."""
-        problems = [
-            f"--{name} names none, expected at least one; leave the option out for the usual ones"
-            for name in ("temperatures", "methods")
-            if not getattr(self, name)
-        ]
+        problems = []
         if self.bootstrap_samples < 1:
             problems.append(f"--bootstrap-samples is {self.bootstrap_samples}, expected at least 1; pass more")
         if self.max_output_len < 2:
@@ -145,7 +141,7 @@ class Estimate:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    options = parse_options(Options, arguments, __doc__)
     if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
     directory, communicator = job
@@ -156,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: Options, directory: EngineDir, communicator: Communicator, progress: Progress) -> None:
     """Measure and, on rank 0, report and write."""
-    console = Console(quiet=communicator.rank != 0, width=120, highlight=False, color_system=None)
+    console = Output(communicator.rank, width=120)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; acceptance needs both")
     if problems := options.problems():
@@ -177,8 +173,6 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         told = f"{steps} steps, {tokens:.2f} tokens per step"
         console.print(f"temperature {row['temperature']:g}, {row['method']}: {told}")
     rows.sort(key=lambda row: row["temperature"])
-    for what in ("kept", "kept_given_before"):
-        console.print(acceptance_table(rows, what))
     if communicator.rank == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         document = {
@@ -198,7 +192,9 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         written = json.dumps(document, indent=1, default=dataclasses.asdict)
         (options.output / REPORT).write_text(written + "\n")
         draw(rows, pyplot).savefig(options.output / FIGURE, dpi=80)
-        console.print(f"wrote {options.output}/{REPORT} and {FIGURE}")
+    for what in ("kept", "kept_given_before"):
+        console.print(acceptance_table(rows, what))
+    console.print(f"wrote {options.output}/{REPORT} and {FIGURE}")
 
 
 def sampling(options: Options, temperature: float, prompts: int) -> list[SamplingParams]:

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 from _common import (
+    Output,
     Text,
     announced_executor,
     check_output,
@@ -34,6 +35,7 @@ from _common import (
     image_suffixes,
     import_pyplot,
     open_job,
+    parse_options,
     read_prompts,
     watched,
 )
@@ -49,7 +51,6 @@ from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingPar
 from dspark_trt.runtime_py.trace import trace_scope
 from dspark_trt.runtime_py.verification import Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
-from rich.console import Console
 from rich.table import Table
 
 COMMAND = "python examples/run.py --engine-dir DIR"
@@ -63,7 +64,7 @@ class Options:
     engine_dir: Path
     """Directory that dspark-build wrote."""
     prompt: tuple[str, ...] = ()
-    """Texts to continue."""
+    """Texts to continue, all after one --prompt."""
     prompts_file: Path | None = None
     """File with one text a line; without any prompt, those beside this script."""
     speculative: bool = True
@@ -117,7 +118,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+    options = parse_options(Options, arguments, __doc__)
     if (job := open_job(options.engine_dir, COMMAND)) is None:
         return 2
     directory, communicator = job
@@ -128,8 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: Options, directory: EngineDir, communicator: Communicator, progress: Progress) -> int:
     """Decode and report; returns the exit status, the same on every rank."""
-    # mpirun gives rank 0 a terminal even where its own output is a file, so no colours.
-    console = Console(quiet=communicator.rank != 0, soft_wrap=True, markup=False, highlight=False, color_system=None)
+    console = Output(communicator.rank, soft_wrap=True)
     if directory.target is None:
         raise RequestError(f"{directory.path}: holds a draft without its target; decoding needs both")
     block, params = directory.draft.block_size, options.sampling.checked()
@@ -175,6 +175,30 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
             main_decoder.trace(torch.profiler.record_function)
         completions, stats = main_decoder.generate(ids, params, stream)
     check_ranks(completions, communicator)
+    status, report = 0, statistics(completions, stats, directory, communicator, options, executor)
+    report |= {"device": device_name(place), "costs": costs and dataclasses.asdict(costs)}
+    if options.run_profiling:
+        report["profiling"] = profile(main_decoder, ids, params)
+    # Closing is a collective, so a rank that fails leaves it to the end of the job.
+    main_decoder.close()
+    verdict = None
+    if options.compare_target_only:
+        plain_decoder = decoder(False)
+        plain, plain_stats = plain_decoder.generate(ids, params)
+        plain_decoder.close()
+        difference = first_difference(completions, plain, text)
+        report["identical_to_target_only"] = difference is None
+        report["target_only"] = dataclasses.asdict(plain_stats)
+        status = 0 if difference is None else 1
+        verdict = difference or "token ids are identical to target-only decoding"
+    if communicator.rank == 0:
+        if options.stats_json:
+            options.stats_json.parent.mkdir(parents=True, exist_ok=True)
+            options.stats_json.write_text(json.dumps(report, indent=2) + "\n")
+        if options.plot:
+            plot_acceptance(stats, options.plot, pyplot)
+
+    # After the files, which are there then even if nobody reads what is printed.
     for prompt, completion in zip(prompts, completions, strict=True):
         if not stream:
             console.print(f"\n> {prompt}\n{completion.text}")
@@ -184,28 +208,10 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
     console.print(summary_table(stats, len(prompts)))
     if options.profile:
         console.print(phase_table(stats))
-
-    status, report = 0, statistics(completions, stats, directory, communicator, options, executor)
-    report |= {"device": device_name(place), "costs": costs and dataclasses.asdict(costs)}
     if options.run_profiling:
-        report["profiling"] = profile(main_decoder, ids, params, console)
-    # Closing is a collective, so a rank that fails leaves it to the end of the job.
-    main_decoder.close()
-    if options.compare_target_only:
-        plain_decoder = decoder(False)
-        plain, plain_stats = plain_decoder.generate(ids, params)
-        plain_decoder.close()
-        difference = first_difference(completions, plain, text)
-        report["identical_to_target_only"] = difference is None
-        report["target_only"] = dataclasses.asdict(plain_stats)
-        status = 0 if difference is None else 1
-        console.print(difference or "token ids are identical to target-only decoding")
-    if communicator.rank == 0:
-        if options.stats_json:
-            options.stats_json.parent.mkdir(parents=True, exist_ok=True)
-            options.stats_json.write_text(json.dumps(report, indent=2) + "\n")
-        if options.plot:
-            plot_acceptance(stats, options.plot, pyplot)
+        console.print(profile_table(report["profiling"]))
+    if verdict:
+        console.print(verdict)
     return status
 
 
@@ -230,7 +236,7 @@ def prompt_texts(options: Options) -> list[str]:
 class Stream:
     """Prints tokens as they are accepted: one prompt as running text, several as one line per step and prompt."""
 
-    def __init__(self, console: Console, text: Text, prompts: Sequence[str]):
+    def __init__(self, console: Output, text: Text, prompts: Sequence[str]):
         self._console, self._text, self._several = console, text, len(prompts) > 1
         self._ids: list[list[int]] = [[] for _ in prompts]
         self._shown = [""] * len(prompts)
@@ -351,17 +357,18 @@ def statistics(
     }
 
 
-def profile(decoder: Decoder, ids: list[list[int]], params: SamplingParams, console: Console) -> list[dict[str, float]]:
+def profile(decoder: Decoder, ids: list[list[int]], params: SamplingParams) -> list[dict[str, float]]:
     """Seconds of further runs; the one before was the warm-up."""
+    runs = (decoder.generate(ids, params)[1] for _ in range(PROFILING_RUNS))
+    phases = ("prefill", "target", "draft", "total")
+    return [{name: getattr(stats, f"{name}_seconds") for name in phases} for stats in runs]
+
+
+def profile_table(runs: Sequence[dict[str, float]]) -> Table:
     table = Table("run", "prefill", "target", "draft", "together", title="seconds")
-    runs = []
-    for run_number in range(PROFILING_RUNS):
-        _, stats = decoder.generate(ids, params)
-        seconds = {name: getattr(stats, f"{name}_seconds") for name in ("prefill", "target", "draft", "total")}
-        runs.append(seconds)
-        table.add_row(str(run_number + 1), *(f"{value:.3f}" for value in seconds.values()))
-    console.print(table)
-    return runs
+    for i, seconds in enumerate(runs):
+        table.add_row(str(i + 1), *(f"{value:.3f}" for value in seconds.values()))
+    return table
 
 
 def plot_acceptance(stats: Statistics, path: Path, pyplot: Any) -> None:

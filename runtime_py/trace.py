@@ -23,6 +23,10 @@ _RANK_STRIDE = 100_000_000
 """Added to process and flow numbers for each rank; above what operating systems give."""
 
 
+class OutputError(RuntimeError):
+    """What was asked for can't be written: a file, or standard output."""
+
+
 @contextmanager
 def trace_scope(path: Path, communicator: Communicator) -> Iterator[None]:
     """Record what runs inside the ``with`` block, on every rank, into ``path`` (.json or .json.gz).

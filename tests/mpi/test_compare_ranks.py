@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_is_named(engines: Callable[[int], Path]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--networks"], "--networks names none, expected draft, target or both"),
+        (["--networks"], "--networks was given 2 times, expected once; pass all values after one"),
         (["--dtype", "float16"], "the released numerics of the engines are bfloat16, --dtype is float16"),
         (["--save", "/dev/null"], "--save /dev/null: /dev/null is not a directory"),
         (["--timeout", "0"], "--timeout is 0.0, expected a number of seconds above 0"),

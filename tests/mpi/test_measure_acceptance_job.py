@@ -55,7 +55,7 @@ def test_report_on_two_ranks(engines: Path, tmp_path: Path) -> None:
         (["--temperatures", "-1"], "RequestError: temperature is -1.0"),
         (["--timeout", "inf"], "RequestError: --timeout is inf, expected a number of seconds above 0"),
         (["--backend", "tensorrt"], "TensorRTUnavailableError: --backend tensorrt: "),
-        (["--temperatures", "--methods"], "RequestError: --temperatures names none, expected at least one; leave the "),
+        (["--temperatures", "--methods"], "error: --temperatures names none, expected at least one; leave the "),
         (["--max-output-len", "1"], "RequestError: --max-output-len is 1, expected at least 2, as the first token"),
         (["--bootstrap-samples", "0"], "RequestError: --bootstrap-samples is 0, expected at least 1; pass more"),
         (["--output", "/dev/null"], "RequestError: --output /dev/null/acceptance.json: /dev/null is not a directory"),

@@ -89,11 +89,6 @@ def test_decoders_are_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"temperatures": ()},
-            "--temperatures names none, expected at least one; leave the option out for the usual on",
-        ),
-        ({"methods": ()}, "--methods names none, expected at least one"),
         ({"bootstrap_samples": 0}, "--bootstrap-samples is 0, expected at least 1; pass more"),
         ({"bootstrap_samples": -5}, "--bootstrap-samples is -5, expected at least 1"),
         ({"max_output_len": 1}, "--max-output-len is 1, expected at least 2, as the first token comes without drafts"),

@@ -289,6 +289,14 @@ def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
         common.read_prompts(tmp_path)
 
 
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    """Of any system; other characters that Unicode counts as line ends belong to the prompt."""
+    (file := tmp_path / "prompts.txt").write_bytes("a\fb\vc\x1cd\x85e\u2028f\r\n \n\ng h\ri".encode())
+    assert common.read_prompts(file) == ["a\fb\vc\x1cd\x85e\u2028f", "g h", "i"]
+    (tmp_path / "ids.txt").write_text("1 2\f3\n4\n")
+    assert load_example("dump_draft").read_prompt_ids(tmp_path / "ids.txt") == [[1, 2, 3], [4]]
+
+
 def test_a_prompt_that_is_no_text() -> None:
     """A byte of the command line that is not UTF-8 arrives as half of a pair."""
     text = common.Text(CHECKPOINT, 256)
