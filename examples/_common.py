@@ -146,8 +146,7 @@ def read_text(path: Path, wanted: str) -> str:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one per line; empty lines are passed over."""
     # str.splitlines would also split at form feeds and other characters that a text may hold.
-    lines = read_text(path, "a file with one prompt per line").split("
-")
+    lines = read_text(path, "a file with one prompt per line").split("\n")
     if not (prompts := [line for line in lines if line.strip()]):
         raise RequestError(f"{path}: no prompt in it; expected one per line")
     return prompts
