@@ -1,8 +1,8 @@
-"""Ends a command that is told to stop as an error would end it, so that nothing half made is left behind.
+"""Ends an interrupted command as an error would end it, so that nothing half made is left behind.
 
-Ctrl-C raises in Python; SIGTERM, by which batch systems end a job, would end the process on the spot. Inside of
-:func:`raised_interrupts` it raises too. Where the process is in a library's call, such as a build by TensorRT, either
-waits for the call to return; a second SIGTERM does not.
+Ctrl-C raises an exception in Python; SIGTERM, by which batch systems end a job, would end the process at once. Inside
+:func:`raised_interrupts` it raises too. While the process is in a library's call, such as a build by TensorRT, both
+wait for the call to return; a second SIGTERM does not.
 """
 
 from __future__ import annotations
