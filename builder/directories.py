@@ -1,8 +1,8 @@
-"""Directories that the commands take and make: which kind one is, and how a new one comes to be.
+"""Directories that the commands read and write: which kind one is, and how a new one is made.
 
 Three kinds follow each other: a released checkpoint, rank shards, engines. All have a ``config.json`` and are passed
 to commands that look alike, so the commonest mistake is to pass the wrong one. :func:`check_kind` says which kind was
-found and who takes it.
+found and which command takes it.
 
 A new directory is written beside its place and renamed when complete, so a directory of that name is whole. What
 would make the renaming fail (a mount point, the current directory, a parent that can't be written) is refused before

@@ -3,8 +3,8 @@
 What TensorRT makes of an operation of domain ``dspark`` depends on what it finds: a registered creator, a
 function of that name in the model, and whether the node names the plugin's namespace. So nothing is left
 to it: the plugin lowering registers the creators, names version and namespace and drops the functions; the
-native lowering inlines the functions and registers nothing; and both count the plugin layers of the parsed
-network against what was meant.
+native lowering inlines the functions and registers nothing. Both compare the number of plugin layers in the parsed
+network with what was meant.
 
 Plans have two profiles: ``decode`` (a few rows per request, the captured step) and ``context`` (many rows).
 """

@@ -1,8 +1,8 @@
-"""Ends a command that is told to stop as an error would end it, so that nothing half made is left behind.
+"""Ends an interrupted command as an error would end it, so that nothing half made is left behind.
 
-Ctrl-C raises in Python; SIGTERM, by which batch systems end a job, and SIGHUP, when a terminal is lost, would end the
-process on the spot. Inside of :func:`raised_interrupts` they raise too. Where the process is in a library's call, such
-as a build by TensorRT, all of them wait for the call to return; a second signal does not.
+Ctrl-C raises an exception in Python; SIGTERM, by which batch systems end a job, and SIGHUP, when a terminal is lost,
+would end the process at once. Inside :func:`raised_interrupts` they raise too. While the process is in a library's
+call, such as a build by TensorRT, all of them wait for the call to return; a second signal does not.
 """
 
 from __future__ import annotations

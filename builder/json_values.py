@@ -1,7 +1,7 @@
 """JSON from outside, read as the types that this package works with.
 
-A configuration file is edited, copied and damaged like any other file, and a value of a wrong type would show itself
-far away from its cause. :func:`read_value` therefore compares a parsed value with a type, key by key, and says for each
+A configuration file is edited, copied and damaged like any other file, and a value of a wrong type would cause an error
+far from its origin. :func:`read_value` therefore compares a parsed value with a type, key by key, and says for each
 that differs what was found and what was expected. Types are Python's own, so that a dataclass is its own schema.
 """
 

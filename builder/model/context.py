@@ -1,4 +1,4 @@
-"""What every module of a network needs to know about the network it is built into."""
+"""What every module needs to know about the network that it is built into."""
 
 from __future__ import annotations
 

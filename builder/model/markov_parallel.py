@@ -10,7 +10,8 @@ depend on the number of requests only.
 * by vocabulary: every rank runs the loop on its shard, with its rows of W2, and the ranks exchange a slot's
   winners; this is the operation MarkovSamplingSharded.
 
-Neither has the whole corrected logits on every rank. :func:`plan_loops` says when a network has them.
+Neither gives every rank the whole corrected logits. :func:`plan_loops` says which loop a network uses, and from how
+many requests on.
 """
 
 from __future__ import annotations

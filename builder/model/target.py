@@ -1,8 +1,8 @@
 """The target network: the language model that verifies (spec 3.1, 3.4, section 6).
 
 Rows of several requests go through together; a request's rows are consecutive tokens of its sequence.
-Besides logits the network returns the mean over the streams at the captured layers, which is what the
-draft knows of it: V4 captures a layer's output, V4.1 the streams that enter it.
+Besides logits, the network returns the mean over the streams at the captured layers, which is what the draft sees
+of the target: V4 captures a layer's output, V4.1 the streams that enter it.
 """
 
 from __future__ import annotations
