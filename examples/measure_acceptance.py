@@ -49,6 +49,7 @@ from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
+from dspark_trt.runtime_py.trace import writing
 from dspark_trt.runtime_py.verification import Verdict, Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from rich.table import Table
@@ -174,7 +175,6 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         console.print(f"temperature {row['temperature']:g}, {row['method']}: {told}")
     rows.sort(key=lambda row: row["temperature"])
     if communicator.rank == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
         document = {
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
             "device": f"{device_name(place)}, {platform.machine()}, torch {torch.__version__}",
@@ -190,8 +190,10 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
             "acceptance": rows,
         }
         written = json.dumps(document, indent=1, default=dataclasses.asdict)
-        (options.output / REPORT).write_text(written + "\n")
-        draw(rows, pyplot).savefig(options.output / FIGURE, dpi=80)
+        with writing(options.output / REPORT):
+            (options.output / REPORT).write_text(written + "\n")
+        with writing(options.output / FIGURE):
+            draw(rows, pyplot).savefig(options.output / FIGURE, dpi=80)
     for what in ("kept", "kept_given_before"):
         console.print(acceptance_table(rows, what))
     console.print(f"wrote {options.output}/{REPORT} and {FIGURE}")

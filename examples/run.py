@@ -48,7 +48,7 @@ from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.host_step import LockstepError
 from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
-from dspark_trt.runtime_py.trace import trace_scope
+from dspark_trt.runtime_py.trace import trace_scope, writing
 from dspark_trt.runtime_py.verification import Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from rich.table import Table
@@ -193,8 +193,8 @@ def run(options: Options, directory: EngineDir, communicator: Communicator, prog
         verdict = difference or "token ids are identical to target-only decoding"
     if communicator.rank == 0:
         if options.stats_json:
-            options.stats_json.parent.mkdir(parents=True, exist_ok=True)
-            options.stats_json.write_text(json.dumps(report, indent=2) + "\n")
+            with writing(options.stats_json):
+                options.stats_json.write_text(json.dumps(report, indent=2) + "\n")
         if options.plot:
             plot_acceptance(stats, options.plot, pyplot)
 
@@ -385,8 +385,8 @@ def plot_acceptance(stats: Statistics, path: Path, pyplot: Any) -> None:
         xticks=positions,
         ylim=(0, 1.05),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with writing(path):
+        figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 

@@ -28,10 +28,26 @@ class OutputError(RuntimeError):
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes the file ``path``, in a directory that is made; OutputError with the reason if it fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path}: {error.strerror or error}, expected to write the file there; make room, lift the limit on the "
+            "size of files, or pass another path"
+        ) from None
+
+
+@contextmanager
 def trace_scope(path: Path, communicator: Communicator) -> Iterator[None]:
     """Record what runs inside the ``with`` block, on every rank, into ``path`` (.json or .json.gz).
 
     Every rank enters and leaves; nothing is written when the block fails.
+
+    Raises:
+        OutputError: the file, or a rank's record of which it is made, can't be written.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -41,11 +57,20 @@ def trace_scope(path: Path, communicator: Communicator) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as directory:
         own = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(own))
-        records = communicator.all_gather_object(gzip.compress(own.read_bytes(), 1))
+        # The profiler does not say that it failed: it leaves no file, or half of one.
+        try:
+            record = own.read_bytes()
+            json.loads(record)
+        except (OSError, ValueError):
+            raise OutputError(
+                f"{path}: the record of rank {communicator.rank} could not be written to {directory}; make room there, "
+                "lift the limit on the size of files, or name another place with TMPDIR"
+            ) from None
+        records = communicator.all_gather_object(gzip.compress(record, 1))
     if communicator.rank == 0:
         text = json.dumps(merge([json.loads(gzip.decompress(record)) for record in records])).encode()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text) if path.suffix.lower() == ".gz" else text)
+        with writing(path):
+            path.write_bytes(gzip.compress(text) if path.suffix.lower() == ".gz" else text)
 
 
 def merge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.plugins.op import executor_scope
-from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS, Facts, Path, plan
+from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS, Facts, Route, plan
 from dspark_trt.runtime_py.mailbox import Mailbox
 from dspark_trt.runtime_py.stock import boundary_scope, open_group, stock_executor
 from torch import Tensor
@@ -81,7 +81,7 @@ def _beyond_the_mailbox(
     case = Case(box.tensor, communicator.rank, "normal", seed, (rows, HIDDEN), dtype, residual=True)
     with boundary_scope(facts, all_reduce):
         (found,) = outputs_of(case.fused)
-    if plan(rows, facts).path is not Path.STOCK or not torch.equal(bits(found), bits(case.expected[0])):
+    if plan(rows, facts).route is not Route.STOCK or not torch.equal(bits(found), bits(case.expected[0])):
         problems.append(f"{case.label}: not the sum, or not the stock way")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.requests import Statistics
 from dspark_trt.runtime_py.trace import OutputError
 from dspark_trt.runtime_py.watchdog import Progress
 from rich.table import Table
@@ -97,6 +98,32 @@ def test_files_are_written_before_the_summary(engines: Path, tmp_path: Path, mon
     report = json.loads((tmp_path / "stats.json").read_text())
     assert report["identical_to_target_only"] is True and len(report["profiling"]) == 3
     assert (tmp_path / "plot.png").exists()
+
+
+def test_statistics_that_cannot_be_written(engines: Path, tmp_path: Path) -> None:
+    """One line with file and reason, and the status of a failure."""
+    (stats := tmp_path / "stats.json").symlink_to("/dev/full")
+    flags = ["--device", "cpu", "--prompt", "It", "--max-output-len", "2", "--stats-json", stats]
+    command = [sys.executable, EXAMPLES / "run.py", "--engine-dir", engines, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wanted = f"rank 0: OutputError: {stats}: No space left on device, expected to write the file there; make room,"
+    assert done.returncode == 1 and done.stderr.startswith(wanted) and done.stderr.count("\n") == 1
+
+
+def test_plots_and_measurements_that_cannot_be_written(
+    engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    run, measuring = load_example("run"), load_example("measure_acceptance")
+    monkeypatch.setattr(measuring, "measure", lambda *_: iter(example_rows()))
+    options = measuring.Options(engine_dir=engines, output=tmp_path, device="cpu")
+    for name in ("acceptance.png", "acceptance.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to("/dev/full")
+        with pytest.raises(OutputError, match=f"^{tmp_path / name}: No space left on device"):
+            measuring.run(options, EngineDir.open(engines), SingleProcess(), Progress())
+    with pytest.raises(OutputError, match=r"acceptance\.png: No space left on device"):
+        run.plot_acceptance(Statistics(), tmp_path / "acceptance.png", run.import_pyplot())
 
 
 def test_measurements_are_written_before_their_tables(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
-from dspark_trt.runtime_py.trace import merge, trace_scope
+from dspark_trt.runtime_py.trace import OutputError, merge, trace_scope
 
 from tests.thread_ranks import on_ranks
 
@@ -100,4 +100,31 @@ def test_a_side_stream_has_a_track_of_its_own(tmp_path: Path, monkeypatch: pytes
 def test_nothing_is_written_of_a_run_that_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="step"), trace_scope(tmp_path / "trace.json", SingleProcess()):
         raise RuntimeError("step")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_file_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    wanted = rf"^{tmp_path / name}: No space left on device, expected to write the file there; make room, .*path$"
+    with pytest.raises(OutputError, match=wanted), trace_scope(tmp_path / name, SingleProcess()):
+        pass
+
+
+@pytest.mark.parametrize("left", [None, '{"traceEvents": [{"name": "tar'])
+def test_a_record_that_cannot_be_written_is_told(
+    left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler says nothing where its temporary file has no room, and leaves none or a part of it."""
+
+    def export(self: torch.profiler.profile, path: str) -> None:
+        if left:
+            Path(path).write_text(left)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    wanted = (
+        rf"^{tmp_path}/trace\.json: the record of rank 0 could not be written to /.*; make room there, lift the limit"
+    )
+    with pytest.raises(OutputError, match=wanted), trace_scope(tmp_path / "trace.json", SingleProcess()):
+        pass
     assert not list(tmp_path.iterdir())
