@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from dspark_trt.plugins.numerics import pow2_ceil
-from safetensors.torch import save_file
+from dspark_trt.runtime_py.trace import writing
+from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -86,28 +87,36 @@ def encode_fp4(codes: Tensor) -> Tensor:
     return torch.bucketize(codes.abs(), values).to(torch.uint8) | (torch.signbit(codes).to(torch.uint8) << 3)
 
 
-def save_checkpoint(output: Path, config: dict[str, Any], target: nn.Module, draft: nn.Module) -> None:
-    """Write config.json, tokenizer.json, two shards and their index; the draft shares embedding and head."""
-    output.mkdir(parents=True, exist_ok=True)
+def save_checkpoint(output: Path, config: dict[str, Any], target: nn.Module, draft: nn.Module) -> str:
+    """Write config.json, tokenizer.json, two shards and their index; the draft shares embedding and head.
+
+    Returns:
+        what was written, as a line. OutputError if a file can't be.
+    """
+
+    def write(name: str, content: bytes) -> None:
+        with writing(output / name):
+            (output / name).write_bytes(content)
+
     shards = {
         "model-00001-of-00002.safetensors": released_tensors(target),
         "model-00002-of-00002.safetensors": {k: v for k, v in released_tensors(draft).items() if k.startswith("mtp.")},
     }
     for name, tensors in shards.items():
-        save_file(tensors, output / name, metadata={"format": "pt"})
+        write(name, save(tensors, metadata={"format": "pt"}))
     total = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
     weight_map = {k: name for name, tensors in shards.items() for k in sorted(tensors)}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write("model.safetensors.index.json", (json.dumps(index, indent=1) + "\n").encode())
+    write("config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     alphabet = byte_alphabet()
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    tokenizer.save(str(output / "tokenizer.json"))
-    print(f"{output}: {total / 1e6:.2f} MB, {len(weight_map)} tensors")
+    write("tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    return f"{output}: {total / 1e6:.2f} MB, {len(weight_map)} tensors"
 
 
 def byte_alphabet() -> list[str]:

@@ -46,12 +46,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import onnxruntime
 import tyro
 from _common import REFUSALS, Output, Text, check_output, open_engine_dir, parse_options, read_prompts, watched
 from _comparison import OutputResult, as_numpy, compare_results
-from _engines import TENSORRT, Engines, open_engines
-from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
 from dspark_trt.builder.build_config import BuildConfig, Lowering
 from dspark_trt.builder.checkpoint import ShardConfig, convert_checkpoint, rank_file_name, read_shard_config
 from dspark_trt.builder.cli import USER_ERRORS
@@ -66,12 +63,24 @@ from dspark_trt.runtime_py.decoder import Decoder, Execution
 from dspark_trt.runtime_py.requests import RequestError, SamplingParams
 from dspark_trt.runtime_py.session import Session, TorchSession
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
-from polygraphy.backend.base import BaseRunner
-from polygraphy.backend.onnxrt import OnnxrtRunner
-from polygraphy.comparator import Comparator, RunResults
-from polygraphy.json import save_json
-from polygraphy.logger import G_LOGGER
 from rich.table import Table
+
+try:
+    import onnxruntime
+    from _engines import TENSORRT, Engines, open_engines
+    from _runners import Feed, PluginReferenceRunner, RecordingSession, SessionRunner, to_feed, to_tensor
+    from polygraphy.backend.base import BaseRunner
+    from polygraphy.backend.onnxrt import OnnxrtRunner
+    from polygraphy.comparator import Comparator, RunResults
+    from polygraphy.json import save_json
+    from polygraphy.logger import G_LOGGER
+except ModuleNotFoundError as error:
+    package = str(error.name).partition(".")[0]
+    if __name__ != "__main__" or package not in ("onnxruntime", "polygraphy"):
+        raise
+    advice = "install it with: pip install '.[compare]' in the repository"
+    print(f"error: the comparison needs {package}; {advice}", file=sys.stderr)
+    sys.exit(2)
 
 REFERENCE, ONNXRUNTIME = "torch", "onnxruntime"
 LIMITS = {

@@ -49,11 +49,12 @@ from dspark_trt.builder.config import DraftConfig, Numerics, TargetConfig, read_
 from dspark_trt.builder.network import Network, load_network
 from dspark_trt.builder.onnx_export import Probes
 from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
+from dspark_trt.runtime_py.communicator import LaunchError, launcher_ranks
 from dspark_trt.runtime_py.requests import RequestError
-from dspark_trt.runtime_py.trace import OutputError
+from dspark_trt.runtime_py.trace import OutputError, writing
 from rich.table import Table
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 STAGE_TENSORS = (
@@ -91,8 +92,8 @@ class Options:
     """Instead of prompts: a safetensors file with what the target gave (see the head of this script)."""
     mode: Literal["released", "dequantized"] = "released"
     """Numerics: the released model's arithmetic, or dequantised weights and unquantised activations."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Activation type of the dequantized mode."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Activation type of the dequantized mode. Left out: float32."""
     allow_config_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Unknown key of config.json that can't change results; may be repeated."""
 
@@ -263,6 +264,12 @@ def dump(options: Options) -> dict[str, Tensor]:
     if (options.prompt_ids is None) == (options.features is None):
         given = "both" if options.features else "neither"
         raise DumpError(f"{given} of --prompt-ids and --features was given, expected one; pass either")
+    if options.mode == "released" and options.dtype not in (None, "bfloat16"):
+        raise DumpError(
+            f"released numerics are bfloat16, --dtype is {options.dtype}; add --mode dequantized, or leave --dtype out"
+        )
+    if (ranks := launcher_ranks() or 1) > 1:
+        raise DumpError(f"a launcher started {ranks} ranks, which would write the same file; start it without mpirun")
     check_output(options.output, "--output")
     prompts = read_prompt_ids(options.prompt_ids) if options.prompt_ids else []
     stages = count_stages(Checkpoint(options.checkpoint).files)
@@ -273,7 +280,7 @@ def dump(options: Options) -> dict[str, Tensor]:
             "pass --features with what the target gives instead of --prompt-ids"
         )
     check_prompts(prompts, target, draft.block_rows)
-    dtype = "bfloat16" if options.mode == "released" else options.dtype
+    dtype = "bfloat16" if options.mode == "released" else options.dtype or "float32"
 
     def build_for(requests: int) -> BuildConfig:
         return BuildConfig(numerics=Numerics(options.mode), dtype=dtype, max_batch_size=requests).checked(draft)
@@ -292,7 +299,8 @@ def dump(options: Options) -> dict[str, Tensor]:
         network = load_network("draft", shards, 0, build_for(len(step.anchor_ids)), probe=probes.record)
         tensors = draft_step(network, probes, step)
         facts = {"mode": options.mode, "dtype": dtype, "weights_hash": read_shard_config(shards).weights_hash}
-    save_file(tensors, options.output, metadata=facts)
+    with writing(options.output):
+        options.output.write_bytes(save(tensors, metadata=facts))  # save_file() lets nobody else read the file
     return tensors
 
 
@@ -303,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (*USER_ERRORS, DumpError, RequestError) as error:
+    except (*USER_ERRORS, DumpError, LaunchError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -57,6 +57,8 @@ from torch import Tensor
 
 COMMAND = "python examples/measure_acceptance.py --engine-dir DIR --output DIR"
 LEVEL = 0.95
+MAX_BOOTSTRAP_SAMPLES = 100_000
+"""All are in memory at once, a row of each prompt; more move no interval in the digits that are shown."""
 REPORT, FIGURE = "acceptance.json", "acceptance.png"
 
 
@@ -96,6 +98,11 @@ class Options:
         problems = []
         if self.bootstrap_samples < 1:
             problems.append(f"--bootstrap-samples is {self.bootstrap_samples}, expected at least 1; pass more")
+        if self.bootstrap_samples > MAX_BOOTSTRAP_SAMPLES:
+            problems.append(
+                f"--bootstrap-samples is {self.bootstrap_samples}, expected at most {MAX_BOOTSTRAP_SAMPLES}, which are "
+                "in memory at once; pass fewer"
+            )
         if self.max_output_len < 2:
             problems.append(
                 f"--max-output-len is {self.max_output_len}, expected at least 2, as the first token comes without "

@@ -7,17 +7,19 @@ reject) and cross-entropy to the target's choice (what greedy decoding would rej
 weighing more; the confidence head learns one minus the total variation.
 
 Weights are rounded to FP8 (32 x 32 blocks) and FP4 (32 along K) in every forward pass, with gradients
-passed straight through, so the checkpoint holds exactly what was trained. Needs one GPU for a few
-minutes::
+passed straight through, so the checkpoint holds exactly what was trained. Takes a GPU a few
+minutes, and a CPU many hours::
 
     python examples/train_tiny.py --output examples/tiny/checkpoint
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +27,9 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import tyro
+from _common import Output, check_output, device_name
 from _released_format import FakeQuantized, save_checkpoint
+from _tiny_config import CONFIG, encode_corpus
 from dspark_trt.builder.config import Numerics, parse_configs
 from dspark_trt.builder.model.attention import DraftBlockAttention, LatentAttention
 from dspark_trt.builder.model.context import BuildContext
@@ -35,64 +39,18 @@ from dspark_trt.builder.model.layers import Fp8Linear
 from dspark_trt.builder.model.moe import ExpertWeights, Gate
 from dspark_trt.builder.model.target import TargetModel
 from dspark_trt.plugins.numerics import FP4_BLOCK, apply_rope, rope_tables
+from dspark_trt.runtime_py.requests import RequestError
+from dspark_trt.runtime_py.trace import OutputError
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 HERE = Path(__file__).parent / "tiny"
-BOS, EOS, NOISE = 256, 257, 258
+FIRST_ANCHOR = 8
+"""Bytes at the start of a sequence behind which no draft block is trained."""
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "eos_token_id": EOS,
-    "bos_token_id": BOS,
-    "tie_word_embeddings": False,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "scale_fmt": "ue8m0",
-        "activation_scheme": "dynamic",
-        "expert_dtype": "fp4",
-        "weight_block_size": [32, 32],
-    },
-    "text_config": {
-        "vocab_size": 264,
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "qk_rope_head_dim": 16,
-        "q_lora_rank": 128,
-        "o_lora_rank": 64,
-        "o_groups": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 128,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "swiglu_limit": 10.0,
-        "num_hash_layers": 0,
-        "rms_norm_eps": 1e-20,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-06,
-        "sliding_window": 128,
-        "rope_theta": 10000.0,
-        "compress_ratios": [0, 0, 0, 0, 0, 0, 0],
-        "max_position_embeddings": 4096,
-        "num_nextn_predict_layers": 3,
-        "dspark_block_size": 5,
-        "dspark_noise_token_id": NOISE,
-        "dspark_target_layer_ids": [1, 2, 3],
-        "dspark_markov_rank": 32,
-        "dspark_n_routed_experts": 4,
-        "dspark_num_experts_per_tok": 2,
-    },
-}
+
+class TrainingError(RuntimeError):
+    """The training failed; nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +60,7 @@ class TrainConfig:
     output: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: examples/tiny/checkpoint)")] = (
         HERE / "checkpoint"
     )
-    """Directory of the released-format checkpoint; what is there is overwritten."""
+    """Directory of the released-format checkpoint; files there are overwritten, by default those of the repository."""
     corpus: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: examples/tiny/corpus)")] = HERE / "corpus"
     """Directory with train.txt and heldout.txt."""
     target_steps: int = 2200
@@ -119,8 +77,36 @@ class TrainConfig:
     """The largest, between warm-up and decay."""
     seed: int = 0
     """Of the first weights and of the batches."""
-    device: str = "cuda"
-    """Where torch trains, such as cuda:1 or cpu."""
+    device: str | None = None
+    """Where torch trains, such as cuda:1 or cpu. Left out: cuda if there is a GPU, or else cpu."""
+
+    def checked(self, texts: dict[str, Tensor]) -> TrainConfig:
+        """The options with a device; RequestError lists those that ``texts``, the model or the machine can't serve."""
+        block, positions = (CONFIG["text_config"][k] for k in ("dspark_block_size", "max_position_embeddings"))
+        least, most = FIRST_ANCHOR + block + 1, min(positions, *(len(text) - 2 for text in texts.values()))
+        length = min(max(self.sequence_length, least), most)
+        ranges = {
+            "target_steps": (1, 10**9, "steps"),
+            "draft_steps": (1, 10**9, "steps"),
+            "sequence_length": (least, most, "what a draft block needs and the texts have"),
+            "batch_size": (1, len(texts["train"]) // max(length, 1), "sequences in the training text"),
+            "anchors": (1, length - least + 1, "places for a draft block in a sequence"),
+            "seed": (0, 2**64 - 1, "64 bits"),
+        }
+        problems = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {low} to {high} ({what})"
+            for name, (low, high, what) in ranges.items()
+            if not low <= getattr(self, name) <= high
+        ]
+        if not 0 < self.learning_rate < math.inf:
+            problems.append(f"--learning-rate is {self.learning_rate}, expected a number above 0")
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        devices = ["cuda", *gpus, "cpu"] if gpus else ["cpu"]
+        if self.device not in (None, *devices):
+            problems.append(f"--device is {self.device}, expected one that torch finds here ({', '.join(devices)})")
+        if problems:
+            raise RequestError(f"{'; '.join(problems)}. Pass others, or leave them out")
+        return dataclasses.replace(self, device=self.device or devices[0])
 
 
 def prepare(model: nn.Module, generator: torch.Generator) -> None:
@@ -249,10 +235,14 @@ def draft_loss(drafted: Tensor, confidence: Tensor, taught: Tensor) -> tuple[Ten
 # -------------------------------------------------------------------------------------------- loop
 
 
-def encode_corpus(path: Path) -> Tensor:
-    """Paragraphs as BOS, bytes, EOS; one int64 vector."""
-    paragraphs = [p for p in path.read_text(encoding="ascii").split("\n") if p.strip()]
-    return torch.tensor([t for p in paragraphs for t in (BOS, *p.encode(), EOS)])
+def finite(loss: Tensor, step: int) -> float:
+    """The number, or TrainingError: the models are no good then."""
+    if not math.isfinite(value := float(loss)):
+        raise TrainingError(
+            f"the loss is {value} after {step} steps, expected a finite number; nothing was written, lower "
+            "--learning-rate"
+        )
+    return value
 
 
 class Trainer:
@@ -294,7 +284,7 @@ class Trainer:
                 replay = self._capture()
             loss = replay()
             if i % 500 == 0 or i == self.steps - 1:
-                report(i, float(loss))
+                report(i, finite(loss, i))
 
     def _capture(self) -> Callable[[], Tensor]:
         graph = torch.cuda.CUDAGraph()
@@ -309,6 +299,12 @@ class Trainer:
 
 
 def train(config: TrainConfig) -> None:
+    """Train and write; RequestError before any work, TrainingError and OutputError after it."""
+    check_output(config.output, "--output", directory=True)
+    texts = {name: encode_corpus(config.corpus / f"{name}.txt") for name in ("train", "heldout")}
+    config = config.checked(texts)
+    console = Output(soft_wrap=True)
+    console.print(f"training on {device_name(torch.device(str(config.device)))}")
     torch.backends.cuda.matmul.allow_tf32 = True
     target_config, draft_config = parse_configs(CONFIG)
     context = BuildContext(Numerics.DEQUANTIZED, torch.float32)
@@ -322,7 +318,7 @@ def train(config: TrainConfig) -> None:
     for layer in target.layers:
         layer.attn.forward = train_window_attention(layer.attn, config.batch_size)
 
-    texts = {name: encode_corpus(config.corpus / f"{name}.txt").to(config.device) for name in ("train", "heldout")}
+    texts = {name: text.to(config.device) for name, text in texts.items()}
     tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64, device=config.device)
     positions = torch.arange(shape[1], device=config.device).repeat(shape[0])
     slots = torch.zeros_like(positions)
@@ -346,9 +342,9 @@ def train(config: TrainConfig) -> None:
         with torch.no_grad():
             target.eval()
             load_batch("heldout")
-            held_out = float(target_step())
+            held_out = finite(target_step(), i + 1)
             target.train()
-        print(f"target {i:5d} loss {loss:.4f} held-out {held_out:.4f} {time.monotonic() - started:.0f} s", flush=True)
+        console.print(f"target {i:5d} loss {loss:.4f} held-out {held_out:.4f} {time.monotonic() - started:.0f} s")
 
     learned = [p for p in target.parameters() if p.requires_grad]
     Trainer(learned, target_step, config, config.target_steps).run(load_batch, report_target)
@@ -361,7 +357,7 @@ def train(config: TrainConfig) -> None:
 
     def load_draft_batch() -> None:
         load_batch()
-        anchors.random_(8, shape[1] - draft_config.block_size)
+        anchors.random_(FIRST_ANCHOR, shape[1] - draft_config.block_size)
 
     def draft_step() -> Tensor:
         with torch.no_grad():
@@ -378,20 +374,25 @@ def train(config: TrainConfig) -> None:
         draft.eval()
         load_batch("heldout")
         with torch.no_grad():
-            draft_step()
+            finite(draft_step(), i + 1)
         draft.train()
         agreed, variation = ([round(v, 3) for v in row] for row in agreement.tolist())
         elapsed = f"{time.monotonic() - started:.0f} s"
-        print(f"draft {i:5d} loss {loss:.4f} held-out agreement {agreed} variation {variation} {elapsed}", flush=True)
+        console.print(f"draft {i:5d} loss {loss:.4f} held-out agreement {agreed} variation {variation} {elapsed}")
 
     learned = [p for p in draft.mtp.parameters() if p.requires_grad]
     Trainer(learned, draft_step, config, config.draft_steps).run(load_draft_batch, report_draft)
-    save_checkpoint(config.output, CONFIG, target, draft)
+    console.print(save_checkpoint(config.output, CONFIG, target, draft))
 
 
-def main() -> None:
-    train(tyro.cli(TrainConfig, description=__doc__))
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        train(tyro.cli(TrainConfig, args=arguments, description=__doc__))
+        return 0
+    except (RequestError, TrainingError, OutputError, torch.OutOfMemoryError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2 if isinstance(error, RequestError) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

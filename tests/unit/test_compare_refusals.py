@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from dspark_trt.runtime_py.communicator import SingleProcess
 from dspark_trt.runtime_py.requests import RequestError
 from dspark_trt.runtime_py.watchdog import Progress
 
-from tests.example_scripts import CHECKPOINT, load_example
+from tests.example_scripts import CHECKPOINT, EXAMPLES, load_example
 
 compare_accuracy = load_example("compare_accuracy")
 
@@ -80,6 +82,17 @@ def test_a_place_to_save_that_is_a_file(
     (tmp_path / "file").write_text("x")
     assert compare_accuracy.main(["--checkpoint", str(CHECKPOINT), "--save", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith(f"error: --save {tmp_path}/file: {tmp_path}/file is not a directory")
+
+
+@pytest.mark.parametrize("missing", ["polygraphy", "onnxruntime"])
+def test_packages_that_the_base_install_lacks(missing: str) -> None:
+    """What to install is said before any work."""
+    program = "import runpy, sys; sys.modules[sys.argv[1]] = None; sys.path.insert(0, sys.argv[2]); "
+    program += "runpy.run_path(sys.argv[2] + '/compare_accuracy.py', run_name='__main__')"
+    command = [sys.executable, "-c", program, missing, str(EXAMPLES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wanted = f"the comparison needs {missing}; install it with: pip install '.[compare]' in the repository"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {wanted}\n")
 
 
 def test_a_comparison_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

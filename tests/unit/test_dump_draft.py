@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ def test_the_step_starts_behind_the_prompts(dump: Dump) -> None:
 
 
 def test_facts_about_the_file(tmp_path: Path) -> None:
-    output = tmp_path / "new" / "step.safetensors"
+    output, umask = tmp_path / "new" / "step.safetensors", os.umask(0o022)
+    os.umask(umask)
     prompts = write_prompts(tmp_path / "prompts.txt", PROMPTS[:1])
     arguments = ["--checkpoint", str(CHECKPOINT), "--prompt-ids", str(prompts), "--output", str(output)]
     assert dump_draft.main([*arguments, "--mode", "dequantized", "--dtype", "float16"]) == 0
@@ -126,6 +128,7 @@ def test_facts_about_the_file(tmp_path: Path) -> None:
     assert (facts["mode"], facts["dtype"], len(facts["weights_hash"])) == ("dequantized", "float16", 64)
     assert load_file(output)["stage1_streams"].dtype == torch.float16
     assert sorted(p.name for p in output.parent.iterdir()) == ["step.safetensors"], "no shards are left behind"
+    assert output.stat().st_mode & 0o777 == 0o666 & ~umask, "readable as other files"
 
 
 # ---------------------------------------------------------------------------------- what they are

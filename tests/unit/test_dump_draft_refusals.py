@@ -106,6 +106,48 @@ def test_outputs_that_cannot_be_written(
         assert printed.startswith(f"error: --output {output}: ") and message in printed
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (
+            "--dtype float16",
+            "1",
+            "released numerics are bfloat16, --dtype is float16; add --mode dequantized, or leave --dtype out",
+        ),
+        (
+            "--dtype bfloat16",
+            "2",
+            "a launcher started 2 ranks, which would write the same file; start it without mpirun",
+        ),
+        ("", "x", "OMPI_COMM_WORLD_SIZE is 'x', expected a number of ranks"),
+    ],
+)
+def test_what_would_be_passed_over(
+    flags: str,
+    ranks: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything is read."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", ranks)
+    arguments = ["--checkpoint", "absent", "--prompt-ids", str(tmp_path / "absent"), "--output", str(tmp_path / "out")]
+    (tmp_path / "absent").write_text("1")
+    assert dump_draft.main([*arguments, *flags.split()]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {message}") and printed.count("\n") == 1
+
+
+def test_a_file_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(GOOD, tmp_path / "features")
+    (tmp_path / "out").symlink_to("/dev/full")
+    arguments = ["--checkpoint", str(CHECKPOINT), "--features", str(tmp_path / "features")]
+    assert dump_draft.main([*arguments, "--output", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {tmp_path}/out: No space left on device") and printed.err.count("\n") == 1
+
+
 def test_other_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--checkpoint", str(CHECKPOINT), "--output", str(tmp_path / "out")]
     assert dump_draft.main(arguments) == 2

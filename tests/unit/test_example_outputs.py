@@ -43,7 +43,8 @@ def print_to(stdout: Any, encoding: str = "utf-8") -> tuple[int, bytes, str]:
         [sys.executable, "-c", PRINTING, str(EXAMPLES)],
         stdout=stdout,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
+        # With buffers, which what can't be written stays in.
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": ""},
         check=False,
     )
     return done.returncode, done.stdout or b"", done.stderr.decode()

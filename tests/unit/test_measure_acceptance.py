@@ -91,6 +91,10 @@ def test_decoders_are_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"bootstrap_samples": 0}, "--bootstrap-samples is 0, expected at least 1; pass more"),
         ({"bootstrap_samples": -5}, "--bootstrap-samples is -5, expected at least 1"),
+        (
+            {"bootstrap_samples": 99999999999},
+            "--bootstrap-samples is 99999999999, expected at most 100000, which are in",
+        ),
         ({"max_output_len": 1}, "--max-output-len is 1, expected at least 2, as the first token comes without drafts"),
     ],
 )
@@ -101,7 +105,8 @@ def test_nothing_to_measure(given: dict[str, Any], message: str) -> None:
 
 def test_the_least_that_can_be_measured() -> None:
     least = {"temperatures": (0.0,), "methods": ("block",), "bootstrap_samples": 1, "max_output_len": 2}
-    assert measure_acceptance.Options(engine_dir=Path("e"), output=Path("o"), **least).problems() == []
+    for fitting in (least, {"bootstrap_samples": 100000}):
+        assert measure_acceptance.Options(engine_dir=Path("e"), output=Path("o"), **fitting).problems() == []
 
 
 def example_rows() -> list[dict[str, object]]:
