@@ -37,9 +37,18 @@ from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from rich.console import Console
 
 T = TypeVar("T")
-REFUSALS = (
-    *(RequestError, ScheduleError, ConfigError, LaunchError, MappingError, EngineDirError),
-    *(DamagedWeightsError, EngineLoadError, TensorRTUnavailableError, KernelUnavailableError, StockError),
+REFUSALS: tuple[type[Exception], ...] = (
+    ConfigError,
+    DamagedWeightsError,
+    EngineDirError,
+    EngineLoadError,
+    KernelUnavailableError,
+    LaunchError,
+    MappingError,
+    RequestError,
+    ScheduleError,
+    StockError,
+    TensorRTUnavailableError,
 )
 """Errors of what was asked for, for ``fail_together``. Other CheckpointErrors are none: weights that can't be used are
 found by :func:`open_engine_dir`, and what is left is a disk that fails while they are read. Nor are MailboxError and
