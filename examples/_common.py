@@ -30,9 +30,9 @@ from dspark_trt.runtime_py.communicator import Communicator, LaunchError, check_
 from dspark_trt.runtime_py.device import DeviceChoice, rank_device
 from dspark_trt.runtime_py.mapping import MappingError
 from dspark_trt.runtime_py.opening import read_tokenizer
+from dspark_trt.runtime_py.output_files import OutputError
 from dspark_trt.runtime_py.requests import RequestError
 from dspark_trt.runtime_py.stock import StockError
-from dspark_trt.runtime_py.trace import OutputError
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress, Watchdog
 from rich.console import Console
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from dspark_trt.plugins.numerics import pow2_ceil
-from dspark_trt.runtime_py.trace import writing
+from dspark_trt.runtime_py.output_files import writing
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn

@@ -60,6 +60,7 @@ from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
 from dspark_trt.runtime_py.boundary import FUSED_MHC_MAX_ROWS
 from dspark_trt.runtime_py.communicator import Communicator, connect
 from dspark_trt.runtime_py.decoder import Decoder, Execution
+from dspark_trt.runtime_py.output_files import writing
 from dspark_trt.runtime_py.requests import RequestError, SamplingParams
 from dspark_trt.runtime_py.session import Session, TorchSession
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
@@ -272,8 +273,10 @@ def run_build(
                     results.extend(Comparator.run([runner], data_loader=feeds[kind]))
             with operation(f"saving and comparison of the {kind}", 2 + len(feeds[kind])):
                 if options.save:
-                    save_json(feeds[kind], f"{stem}_inputs.json")
-                    RunResults(list(results)[:1]).save(f"{stem}_outputs.json")
+                    with writing(Path(f"{stem}_inputs.json")):
+                        save_json(feeds[kind], f"{stem}_inputs.json")
+                    with writing(Path(f"{stem}_outputs.json")):
+                        RunResults(list(results)[:1]).save(f"{stem}_outputs.json")
                 yield Run(kind, runners[0], feeds[kind], results, left_out)
 
 

@@ -50,8 +50,8 @@ from dspark_trt.builder.network import Network, load_network
 from dspark_trt.builder.onnx_export import Probes
 from dspark_trt.plugins.markov_sampling_sharded import MAX_REQUESTS
 from dspark_trt.runtime_py.communicator import LaunchError, launcher_ranks
+from dspark_trt.runtime_py.output_files import OutputError, writing
 from dspark_trt.runtime_py.requests import RequestError
-from dspark_trt.runtime_py.trace import OutputError, writing
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save

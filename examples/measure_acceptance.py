@@ -48,8 +48,8 @@ from dspark_trt.runtime_py.backend import Backend
 from dspark_trt.runtime_py.communicator import Communicator
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
+from dspark_trt.runtime_py.output_files import writing
 from dspark_trt.runtime_py.requests import Request, RequestError, SamplingParams
-from dspark_trt.runtime_py.trace import writing
 from dspark_trt.runtime_py.verification import Verdict, Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from rich.table import Table

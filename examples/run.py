@@ -47,8 +47,9 @@ from dspark_trt.runtime_py.costs import CostTable
 from dspark_trt.runtime_py.decoder import Decoder
 from dspark_trt.runtime_py.device import DeviceChoice
 from dspark_trt.runtime_py.host_step import LockstepError
+from dspark_trt.runtime_py.output_files import writing
 from dspark_trt.runtime_py.requests import Completion, RequestError, SamplingParams, Statistics
-from dspark_trt.runtime_py.trace import trace_scope, writing
+from dspark_trt.runtime_py.trace import trace_scope
 from dspark_trt.runtime_py.verification import Verifier
 from dspark_trt.runtime_py.watchdog import DEFAULT_TIMEOUT_S, Progress
 from rich.table import Table

@@ -39,8 +39,8 @@ from dspark_trt.builder.model.layers import Fp8Linear
 from dspark_trt.builder.model.moe import ExpertWeights, Gate
 from dspark_trt.builder.model.target import TargetModel
 from dspark_trt.plugins.numerics import FP4_BLOCK, apply_rope, rope_tables
+from dspark_trt.runtime_py.output_files import OutputError
 from dspark_trt.runtime_py.requests import RequestError
-from dspark_trt.runtime_py.trace import OutputError
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

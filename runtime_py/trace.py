@@ -18,26 +18,10 @@ from typing import Any
 import torch
 
 from .communicator import Communicator
+from .output_files import OutputError, writing
 
 _RANK_STRIDE = 100_000_000
 """Added to process and flow numbers for each rank; above what operating systems give."""
-
-
-class OutputError(RuntimeError):
-    """What was asked for can't be written: a file, or standard output."""
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around what writes the file ``path``, in a directory that is made; OutputError with the reason if it fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"{path}: {error.strerror or error}, expected to write the file there; make room, lift the limit on the "
-            "size of files, or pass another path"
-        ) from None
 
 
 @contextmanager

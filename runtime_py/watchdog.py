@@ -87,7 +87,7 @@ class Watchdog(Progress):
 
     @contextmanager
     def operation(self, name: str, *, extra_s: float = 0.0) -> Iterator[None]:
-        if sys.exc_info()[0] is None:  # an earlier error was dealt with; cleaning up behind one is not its place
+        if sys.exc_info()[0] is None:  # an earlier error was dealt with; one under way keeps its place
             self.failed_in = None
         with self._changed:
             self._running.append((name, time.monotonic(), self._timeout_s + extra_s))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from dspark_trt.builder.engine_dir import EngineDir
 from dspark_trt.runtime_py.communicator import SingleProcess
+from dspark_trt.runtime_py.output_files import OutputError
 from dspark_trt.runtime_py.requests import Statistics
-from dspark_trt.runtime_py.trace import OutputError
 from dspark_trt.runtime_py.watchdog import Progress
 from rich.table import Table
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from dspark_trt.runtime_py.communicator import Communicator, SingleProcess
-from dspark_trt.runtime_py.trace import OutputError, merge, trace_scope
+from dspark_trt.runtime_py.output_files import OutputError
+from dspark_trt.runtime_py.trace import merge, trace_scope
 
 from tests.thread_ranks import on_ranks
 
