@@ -303,7 +303,11 @@ def test_a_missing_rank_file(engines: Engines, tmp_path: Path, name: str) -> Non
         (["--prompt", "It", "--prompts-file", "x.txt"], "--prompt and --prompts-file were both given"),
         (["--prompts-file", "absent.txt"], "absent.txt: No such file or directory"),
         (["--prompt", "It", "--backend", "tensorrt"], "--backend tensorrt: .*Leave the option out"),
-        (["--top-k", "3", "--stop", ""], "stop is .*not empty; temperature is 0, which is greedy: top_k"),
+        (["--stop", ""], r"stop is \[''\], expected a list of strings that are not empty"),
+        (
+            ["--top-k", "3", "--max-output-len", "0"],
+            "max_tokens is 0, expected .*; temperature is 0, which is greedy: top_k",
+        ),
         (["--prompt", "It", "--timeout", "0"], r"--timeout is 0\.0, expected a number of seconds above 0"),
         (["--profile-costs", "--num-draft-tokens", "6"], "--profile-costs measures .*; --num-draft-tokens is 6, the"),
         (["--scheduler", "threshold", "--confidence-threshold", "2"], "a confidence threshold of 2.0, expected a"),

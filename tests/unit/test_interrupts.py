@@ -20,6 +20,12 @@ from tests.released import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
+AS_FROM_A_TERMINAL = """
+import signal
+# What runs these tests may ignore signals, as nohup and shells do for jobs in the background, and children inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
 SLOW_CONVERSION = """
 import sys, time
 from dspark_trt.builder import cli
@@ -45,7 +51,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stop(program: str, *options: str | Path, ready: Callable[[psutil.Process], bool], number: int) -> tuple[int, str]:
     """Exit status and errors of a command that gets a signal once it is ``ready``; nothing of it must live on."""
-    command = [sys.executable, "-c", program, *map(str, options)]
+    command = [sys.executable, "-c", AS_FROM_A_TERMINAL + program, *map(str, options)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     found = psutil.Process(process.pid)
     children: list[psutil.Process] = []
