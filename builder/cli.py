@@ -1,7 +1,7 @@
 """The commands dspark-convert, dspark-build and dspark-inspect.
 
 Flags come from the dataclasses below. An error that a user can act on is printed as one message, with
-exit status 2; its traceback is shown at log level debug. A command that is interrupted by Ctrl-C or SIGTERM
+exit status 2; its traceback is shown at log level debug. A command that is interrupted (:mod:`.interrupts`)
 leaves nothing behind.
 """
 

@@ -32,8 +32,11 @@ def raised_interrupts() -> Iterator[None]:
         yield
         return
 
-    handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
-    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    handlers = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if (handler := signal.getsignal(number) or signal.SIG_DFL) is not signal.SIG_IGN
+    }
 
     def interrupt(number: int, _: FrameType | None) -> None:
         restore()

@@ -33,7 +33,7 @@ class Engines:
     def runner(self, kind: Kind) -> SessionRunner:
         """The engine of one network, loaded; errors as of ``open_session``."""
         rank, size, mailbox = self.communicator.rank, self.communicator.size, self.platform.mailbox
-        tensor = mailbox.tensor if mailbox else None
+        tensor = self.platform.mailbox_tensor
         session = open_session(self.directory, kind, rank, self.api, world_size=size, mailbox=tensor)
         check = mailbox.check if mailbox else (lambda: None)
         return SessionRunner(session, TENSORRT, self.platform.device, check)

@@ -7,7 +7,6 @@ module alone.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..builder.interrupts import exit_status
 
 
 class LaunchError(RuntimeError):
@@ -228,4 +229,4 @@ def fail_together(
         told = "interrupted (Ctrl-C)" if interrupted else f"{type(error).__name__}: {error}"
         told += f" [in {place}]" if place else ""
         print(f"rank {communicator.rank}: {told}", file=sys.stderr, flush=True)
-        communicator.abort(2 if refused else 128 + signal.SIGINT if interrupted else 1)
+        communicator.abort(2 if refused else exit_status(error) if isinstance(error, KeyboardInterrupt) else 1)

@@ -38,6 +38,11 @@ class Platform:
     group: Group | None = None
     """Collectives on the device, where a call may need them."""
 
+    @property
+    def mailbox_tensor(self) -> Tensor | None:
+        """The kernels' input of peer addresses, [ranks, 2] int32; None without a mailbox."""
+        return self.mailbox.tensor if self.mailbox else None
+
     def close(self) -> None:
         """Every rank calls this, after its last kernel has ended."""
         if self.device.type == "cuda":

@@ -187,10 +187,10 @@ def _open_platform(
 def _open_engine(
     directory: EngineDir, kind: Kind, mapping: Mapping, api: TensorRT, platform: Platform, told: Progress
 ) -> TensorRTSession:
-    file = directory.path / engine_file_name(kind, mapping.tp_rank)
-    mailbox = platform.mailbox.tensor if platform.mailbox else None
-    with told.operation(f"loading of the {kind}'s engine", extra_s=loading_seconds(file)):
-        return open_session(directory, kind, mapping.tp_rank, api, world_size=mapping.world_size, mailbox=mailbox)
+    rank, ranks, mailbox = mapping.tp_rank, mapping.world_size, platform.mailbox_tensor
+    extra_s = loading_seconds(directory.path / engine_file_name(kind, rank))
+    with told.operation(f"loading of the {kind}'s engine", extra_s=extra_s):
+        return open_session(directory, kind, rank, api, world_size=ranks, mailbox=mailbox)
 
 
 def _load_session(
@@ -208,7 +208,7 @@ def _load_session(
     options = {"online_acceptance": online_acceptance, "check_bytes": kind == "target"}
     with told.operation(f"loading of the {kind}'s weights", extra_s=loading_seconds(file)):
         network = load_network(kind, shards, mapping.tp_rank, directory.build, **options).to(platform.device)
-    mailbox = platform.mailbox.tensor if platform.mailbox else None
+    mailbox = platform.mailbox_tensor
     return TorchSession(network, communicator, mailbox=mailbox, scope=platform.scope, group=platform.group)
 
 

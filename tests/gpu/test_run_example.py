@@ -7,22 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.gpus import over_gpus
 from tests.mpi_jobs import run_example
 from tests.placeholder_engines import make_engines
 
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [pytest.param(1, marks=pytest.mark.gpu, id="one-gpu"), pytest.param(2, marks=pytest.mark.gpu2, id="two-gpus")],
-)
-def test_speculative_decoding_is_that_of_the_target_alone(ranks: int, tmp_path: Path) -> None:
-    """With default builds, whose prefill needs NCCL beside the mailbox; in float32 no tie is near. Profiling runs
-    between the two decoders."""
-    engines = make_engines(tmp_path, ranks, numerics="dequantized", dtype="float32")
+@over_gpus
+def test_speculative_decoding_is_that_of_the_target_alone(gpus: int, tmp_path: Path) -> None:
+    """A rank on each GPU, with default builds, whose prefill needs NCCL beside the mailbox; in float32 no tie is near.
+    Profiling runs between the two decoders."""
+    engines = make_engines(tmp_path, gpus, numerics="dequantized", dtype="float32")
     job = run_example(
-        None if ranks == 1 else ranks,
+        None if gpus == 1 else gpus,
         engines,
         *("--max-output-len", "80", "--device", "cuda", "--run-profiling", "--profile"),
         *("--compare-target-only", "--stats-json", tmp_path / "stats.json"),

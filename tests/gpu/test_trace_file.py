@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.timeline import DEVICE_WORK, Replay, steps_of
+from tests.gpu.gpus import over_gpus
+from tests.gpu.timeline import Replay, graph_launches, steps_of, work_of_launches
 from tests.mpi_jobs import run_example
 from tests.placeholder_engines import make_engines
 
@@ -18,15 +20,13 @@ Event = dict[str, Any]
 SPANS = ("target and verify", "draft")
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [pytest.param(1, marks=pytest.mark.gpu, id="one-gpu"), pytest.param(2, marks=pytest.mark.gpu2, id="two-gpus")],
-)
-def test_what_ran_when_and_where(ranks: int, tmp_path: Path) -> None:
-    engines = make_engines(tmp_path, ranks, numerics="dequantized", dtype="bfloat16", max_seq_len=200)
+@over_gpus
+def test_what_ran_when_and_where(gpus: int, tmp_path: Path) -> None:
+    """A rank on each GPU."""
+    engines = make_engines(tmp_path, gpus, numerics="dequantized", dtype="bfloat16", max_seq_len=200)
     trace, written = tmp_path / "trace.json", tmp_path / "stats.json"
     job = run_example(
-        None if ranks == 1 else ranks,
+        None if gpus == 1 else gpus,
         engines,
         *("--prompt", "The river", "--max-output-len", "60", "--device", "cuda"),
         *("--trace", trace, "--stats-json", written),
@@ -36,8 +36,8 @@ def test_what_ran_when_and_where(ranks: int, tmp_path: Path) -> None:
     replayed = json.loads(written.read_text())["device_steps"]
     assert replayed > 5
     events = json.loads(trace.read_text())["traceEvents"]
-    by_rank = [steps_of_rank(of_rank(events, rank), replayed) for rank in range(ranks)]
-    assert not of_rank(events, ranks)
+    by_rank = [steps_of_rank(of_rank(events, rank), replayed) for rank in range(gpus)]
+    assert not of_rank(events, gpus)
     # Ranks meet at every boundary, so none can have ended a step before another began it; two clocks are as far apart
     # as the host's and the device's of either rank.
     starts, ends = ([[getattr(step, edge) for step in steps] for steps in by_rank] for edge in ("start", "end"))
@@ -60,13 +60,12 @@ def steps_of_rank(events: list[Event], replayed: int) -> list[Replay]:
     assert all(target.end <= draft.start for target, draft in steps)
     # The host's spans alternate, and what each enqueues lies inside of it.
     spans = sorted((e for e in events if e.get("cat") == "user_annotation" and e["name"] in SPANS), key=started)
-    launches = sorted((e for e in events if str(e["name"]).startswith("cudaGraphLaunch")), key=started)
+    launches = sorted(graph_launches(events), key=started)
     with_replays = [span for span in spans if any(inside(launch, span) for launch in launches)]
     assert [span["name"] for span in with_replays] == list(SPANS) * replayed
     assert len(launches) == 2 * replayed
     # In a replay every branch of the graph has a track of its own: coefficients are on others than their sublayers.
-    numbers = {launch["args"]["correlation"] for launch in launches}
-    work = [e for e in events if e.get("cat") in DEVICE_WORK and e["args"].get("correlation") in numbers]
+    work = list(chain.from_iterable(work_of_launches(events)))
     side = [event for event in work if "project_kernel" in event["name"]]
     streams = {event["tid"] for event in side}
     main = [event for event in work if event["tid"] not in streams]

@@ -27,17 +27,27 @@ class Replay:
 
 def replays(events: Iterable[dict[str, Any]]) -> list[Replay]:
     """Every graph launch of a profile that did something, in order of its work."""
+    found = [
+        Replay(min(e["ts"] for e in nodes), max(e["ts"] + e["dur"] for e in nodes), len(nodes))
+        for nodes in work_of_launches(events)
+    ]
+    return sorted(found, key=lambda replay: replay.start)
+
+
+def graph_launches(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The host's calls that launch a graph."""
+    return [event for event in events if str(event.get("name", "")).startswith("cudaGraphLaunch")]
+
+
+def work_of_launches(events: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What the device did for each graph launch that did something."""
     events = list(events)
-    launches = {e["args"]["correlation"] for e in events if str(e.get("name", "")).startswith("cudaGraphLaunch")}
+    launches = {launch["args"]["correlation"] for launch in graph_launches(events)}
     work: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         if event.get("cat") in DEVICE_WORK and event["args"].get("correlation") in launches:
             work.setdefault(event["args"]["correlation"], []).append(event)
-    found = [
-        Replay(min(e["ts"] for e in nodes), max(e["ts"] + e["dur"] for e in nodes), len(nodes))
-        for nodes in work.values()
-    ]
-    return sorted(found, key=lambda replay: replay.start)
+    return list(work.values())
 
 
 def steps_of(events: Iterable[dict[str, Any]]) -> list[tuple[Replay, Replay]]:
